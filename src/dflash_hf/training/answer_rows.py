@@ -1,4 +1,4 @@
-"""What is asked when prompts are answered, how, and what is written of it."""
+"""This module defines the settings and counts of a regeneration of answers, and the rows that it writes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dflash_hf.training.chat_template import ChatTemplate, Processing
 from dflash_hf.training.conversations import resolved
 from dflash_hf.training.progress import AnswerProgress
 
-# Which row of the prompts, and the prompt: a row of the answers to be
+# (number of the row in the prompts, the prompt). The prompt becomes a row of the answers.
 Question = tuple[int, dict[str, Any]]
 
-# Settings that an answer depends on beside prompt and target.
+# Settings that an answer depends on, besides prompt and target.
 OF_THE_ANSWERS = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "turns")
 TOO_LONG = "prompts longer than the greatest length"
 NEW_FILE = "remove it and what stands beside it, or name another"
@@ -29,9 +29,9 @@ class Answer:
     """An answer to a prompt.
 
     Args:
-        ids (`list[int]`): Its tokens, the end token included.
-        is_finished (`bool`): Whether it came to its end; else the limit cut it.
-        is_exact (`bool`): Whether its tokens are those that were generated, or at least say the same text.
+        ids (`list[int]`): The tokens of the answer, including the end token.
+        is_finished (`bool`): Whether the answer ended by itself. Otherwise the limit cut it.
+        is_exact (`bool`): Whether the tokens are the generated tokens, or at least decode to the same text.
     """
 
     ids: list[int]
@@ -46,17 +46,17 @@ class RegenerateSettings:
     Args:
         prompts (`Path`): A file that [`prepare`] wrote.
         output (`Path`): The file to write, or to continue.
-        max_new_tokens (`int`): Longest answer in tokens.
+        max_new_tokens (`int`): The maximum number of tokens of an answer.
         max_length (`int`, *optional*): Prompts of this number of tokens or more are left out, because no token of
             their answers would be trained on.
         batch_size (`int`): Prompts that are answered at once. If servers answer, each of them gets this number.
         temperature (`float`): 0 is greedy.
-        top_p (`float`), top_k (`int`), min_p (`float`): For sampled answers; 1, 0 and 0 are the whole vocabulary.
-        seed (`int`): For sampled answers. A server gets this seed plus the number of the row, so the order of the
-            requests changes no answer.
-        turns (`str`): `"last"`: the user's last turn is answered, after the conversation as the data have it. `"all"`:
-            each turn of the user is answered, after the target's own answers to the earlier turns. The next turn is
-            answered only if the answer before it was not cut, and not after results of tools.
+        top_p (`float`), top_k (`int`), min_p (`float`): For sampled answers. 1, 0 and 0 mean the whole vocabulary.
+        seed (`int`): For sampled answers. A server gets this seed plus the number of the row, so the answers do not
+            depend on the order of the requests.
+        turns (`str`): `"last"`: the user's last turn is answered, after the conversation as it is in the data.
+            `"all"`: each turn of the user is answered, after the target's own answers to the earlier turns. The next
+            turn is answered only if the answer before it was not cut, and not after results of tools.
     """
 
     prompts: Path
@@ -72,10 +72,10 @@ class RegenerateSettings:
     turns: Literal["last", "all"] = "last"
 
     def check(self) -> None:
-        """Refuses settings that cannot be run.
+        """Refuses settings that are out of range or contradict each other.
 
         Raises:
-            ValueError: Naming the first of them.
+            ValueError: If a setting is refused. The message names the first such setting.
         """
         for name in ("max_new_tokens", "batch_size"):
             require(
@@ -100,7 +100,7 @@ class RegenerateSettings:
 
     def of_server(self, row: int) -> dict[str, Any]:
         """Returns all settings of a request to a server, because servers have defaults of their own."""
-        whole_vocabulary = -1  # as vLLM and SGLang write it
+        whole_vocabulary = -1  # the value of vLLM and SGLang
         return {
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -116,7 +116,7 @@ class RegenerateSettings:
         return self.output.with_suffix(".errors.jsonl")
 
     def parts(self) -> list[Path]:
-        """Returns the files of processes that are not merged yet; the last run may have had more or fewer."""
+        """Returns the files of processes that are not merged yet. The last run may have had another number of them."""
         return sorted(self.output.parent.glob(f"{self.output.stem}.rank*.jsonl"))
 
     def files(self) -> list[Path]:
@@ -155,15 +155,15 @@ class Regenerated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answering:
-    """What whoever answers has at hand.
+    """The objects that each kind of answering needs.
 
     Args:
-        settings ([`RegenerateSettings`]): How, and where to write.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-        template ([`ChatTemplate`]): The target's.
-        prompts (`RowFile`): The prompts' file.
-        report ([`Regenerated`]): Gets what became of them.
-        progress ([`AnswerProgress`]): Is told of each.
+        settings ([`RegenerateSettings`]): The settings of the answers, and the file to write.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's tokenizer or processor.
+        template ([`ChatTemplate`]): The target's chat template.
+        prompts (`RowFile`): The file of the prompts.
+        report ([`Regenerated`]): The counts, which are updated.
+        progress ([`AnswerProgress`]): The progress, which is updated for each prompt.
     """
 
     settings: RegenerateSettings
@@ -177,11 +177,11 @@ class Answering:
 def answer_row(
     settings: RegenerateSettings, question: Mapping[str, Any], answer: Answer, prompt_length: int
 ) -> dict[str, Any]:
-    """Returns a row of the answers; its images are seen from there.
+    """Returns a row of the answers. The paths of its images are relative to the folder of the answers.
 
     Args:
-        question (mapping): As it stands beside the prompts.
-        prompt_length (`int`): Tokens of the prompt.
+        question (mapping): The prompt. The paths of its images are relative to the folder of the prompts.
+        prompt_length (`int`): The number of tokens of the prompt.
     """
     row = resolved(question, settings.prompts.parent, settings.output.parent)
     return {
@@ -193,10 +193,10 @@ def answer_row(
 
 
 def answers_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the answers in a file; none where there is no file.
+    """Yields the answers in a file. If the file does not exist, there are none.
 
     Raises:
-        ValueError: If a row is no answer, naming its line.
+        ValueError: If a row is no answer. The message names its line.
     """
     if not path.is_file():
         return

@@ -303,7 +303,7 @@ class DFlashTrainingArguments(TrainingArguments):
         require(max(steps) > 0, "max_steps or num_train_epochs above 0", steps, "set one of them")
 
     def _check_optimizer(self) -> None:
-        """Refuses optimizers that are unknown or not installed, or whose steps cannot be checked before they are made."""
+        """Refuses unknown or missing optimizers, and those whose steps cannot be checked before they are made."""
         known = [MUON, *(name.value for name in OptimizerNames)]
         named = self.optim.value if isinstance(self.optim, OptimizerNames) else self.optim
         require(

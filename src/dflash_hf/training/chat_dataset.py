@@ -1,4 +1,4 @@
-"""A dataset of chats, with images or without, whose examples are built when they are asked for."""
+"""This module defines a data set of chats, with or without images. Examples are built when they are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dflash_hf.training.masks import turns_to_train
 
 
 class ChatDataset(Sequence[Example]):
-    """Chats as examples: no image is decoded before its row is asked for, and none is kept.
+    """A data set that builds examples from chats. An image is decoded only when its row is read, and is not kept.
 
     `ChatDataset(rows, processor)` trains on the assistant turns of the rows. For the target's own answers:
     `prompts = ChatDataset(rows, processor, answers=[[]] * len(rows))`,
@@ -28,19 +28,21 @@ class ChatDataset(Sequence[Example]):
         rows (sequence of mappings): Rows with `messages`, whose contents are strings or lists of blocks. If images are
             outside of the messages, a row also has `images` or `image`; `None` means no image. A `datasets.Dataset` is
             accepted. [`prepare_multimodal_messages`] says what an image may be and where it goes. A row may also have
-            `answer_ids`, the target's own answer; `trained_turns`, the messages that count (default: all messages of
-            the assistant but those of `weight` 0); `chat_template_kwargs`, further options of the template; and
-            `prompt_date`, the day that the template writes as today.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
-        answers (sequence of sequences of `int`, *optional*): The target's own answer to each row, its end token
-            included, instead of the row's last assistant turn.
-        lengths (sequence of `int`, *optional*): Tokens of each example, for batches of similar length. Without them
-            the texts are counted when they are first needed, and images by their headers. If the headers are not
-            enough, the example is built once and dropped.
-        max_length (`int`, *optional*): Longer examples are cut to that many tokens; those with images are refused.
+            `answer_ids`, the target's own answer, `trained_turns`, the messages that count (default: all messages of
+            the assistant except those with `weight` 0), `chat_template_kwargs`, further options of the template, and
+            `prompt_date`, the day that the template writes as today's date.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, or a processor for
+            text and images.
+        answers (sequence of sequences of `int`, *optional*): The target's own answer to each row, including its end
+            token. It replaces the row's last assistant turn.
+        lengths (sequence of `int`, *optional*): The number of tokens of each example, for batches of similar length.
+            By default, tokens are counted when lengths are first needed: the tokens of texts by encoding them, the
+            tokens of images from their headers. If the headers are not enough, the example is built once and dropped.
+        max_length (`int`, *optional*): Longer examples are cut to this number of tokens. Longer examples with images
+            are refused.
 
     Raises:
-        ValueError: If there is not one answer per row. A bad row raises when it is read; the message has its index.
+        ValueError: If there is not one answer per row. A bad row raises when it is read. The message has its index.
     """
 
     def __init__(
@@ -63,11 +65,11 @@ class ChatDataset(Sequence[Example]):
             max_length = sys.maxsize  # no example reaches it
         self.max_length = max_length
         if lengths is None:
-            lengths = ()  # counted when they are asked for
+            lengths = ()  # counted when they are first needed
         self._lengths = lengths
-        # Whether the processor says how many tokens an image of a size becomes
+        # Whether the processor can compute the number of tokens of an image from its size
         self._can_count = hasattr(processing_class, "_get_num_multimodal_tokens")
-        # How many tokens of the text each image replaces, once it is known
+        # How many tokens of the text each image replaces. Empty until this is known.
         self._replaced: list[float] = []
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ class ChatDataset(Sequence[Example]):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each example."""
+        """The number of tokens of each example."""
         if len(self._lengths) == 0:
             self._lengths = [self._told(index, self._length) for index in range(len(self))]
         return self._lengths
@@ -92,7 +94,7 @@ class ChatDataset(Sequence[Example]):
         return self._told(range(len(self))[index], self._build)
 
     def _told(self, at: int, make: Callable[[Mapping[str, Any]], Any]) -> Any:
-        """What a function makes of a row with its answer; what is wrong with the row is told with its place."""
+        """Applies a function to a row with its answer. An error in the row is raised with the place of the row."""
         try:
             row = self.rows[at]
             if hasattr(self.rows, "features"):  # of a `datasets.Dataset`
@@ -100,17 +102,17 @@ class ChatDataset(Sequence[Example]):
             if self.answers is not None:
                 row = {**row, "answer_ids": self.answers[at]}
             return make(row)
-        # A file that is no image, a missing key: whatever it is, told with its row
+        # Any error may come from a row (a file that is no image, a missing key), so all of them get its place.
         except Exception as error:
             raise ValueError(_sentence(error, self._place(at))) from error
 
     def _place(self, at: int) -> str:
-        """What to call a row in a sentence."""
+        """Returns the name of a row for a message."""
         where: Any = getattr(self.rows, "where", "row {}".format)
         return where(at)
 
     def places_of(self, indices: Sequence[int]) -> str:
-        """Returns what to call the rows of some examples in a sentence: their lines, where they are of a file."""
+        """Returns the name of some examples' rows for a message. Rows of a file are named by their lines."""
         lines_of: Any = getattr(self.rows, "lines_of", None)
         if lines_of is None:
             return f"rows {listed(indices)}"
@@ -150,10 +152,11 @@ class ChatDataset(Sequence[Example]):
     def _expanded(
         self, plain: int, messages: Sequence[Mapping[str, Any]], build: Callable[[], int]
     ) -> int:
-        """The tokens after images are expanded, by the headers of the images where these say it.
+        """Returns the number of tokens after images are expanded, from the headers of the images if possible.
 
-        How many tokens of the text an image's replace differs from family to family: one example is built to see it.
-        So lengths are exact where that is a constant (one placeholder in Qwen's), and near elsewhere.
+        How many tokens of the text the tokens of an image replace depends on the model family, so one example is built
+        to measure it. Lengths are exact if this number is constant (one placeholder in Qwen's templates), and
+        approximate otherwise.
         """
         if _has_videos(messages):
             return build()
@@ -178,30 +181,30 @@ class ChatDataset(Sequence[Example]):
 
 
 def _has_videos(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether there is a video, whose file does not say how many tokens it becomes."""
+    """Says whether there is a video. Its file does not say how many tokens it becomes."""
     return any(block["type"] == "video" for block in blocks_of(messages))
 
 
 def _image_sources(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """What the messages' images are taken from, in their order."""
+    """Returns the sources of the messages' images (such as a path or an image), in their order."""
     images = [block for block in blocks_of(messages) if block["type"] == "image"]
     return [next(block[key] for key in SOURCES if key in block) for block in images]
 
 
 def _has_answer(row: Mapping[str, Any]) -> bool:
-    """Whether a row has an answer of the target's, which may be empty: `None` is none."""
+    """Says whether a row has an answer of the target. The answer may be empty. `None` means no answer."""
     return row.get("answer_ids") is not None
 
 
 def _behind(turns: Sequence[int], num_messages: int) -> int:
-    """How many messages there are up to the last of some turns; all where there are no turns."""
+    """Returns the number of messages up to the last of some turns, or of all messages if there are no turns."""
     if not turns:
         return num_messages
     return turns[-1] + 1
 
 
 def _sentence(error: Exception, place: str) -> str:
-    """What is wrong with a row."""
+    """Returns a sentence that says what is wrong with a row."""
     reason = str(error)
     if is_ours(error):
         return f"{reason} ({place})"
@@ -211,7 +214,7 @@ def _sentence(error: Exception, place: str) -> str:
 
 
 def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """Returns a row's messages, and the images outside of them; `ValueError` if they are missing or malformed."""
+    """Returns a row's messages and the images outside of them. Raises `ValueError` if messages are missing or bad."""
     if "messages" not in row:
         raise ValueError(
             f"expected a row with messages, got one with {', '.join(row)}; name its chat messages"
@@ -227,7 +230,7 @@ def parts_of(row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[Any]
 
 
 def _asked(messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages without an answer behind them."""
+    """Returns messages without the assistant's last turn, if they end with one."""
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     require(bool(messages), "a turn before the assistant's", "none", "leave the row out")

@@ -1,6 +1,6 @@
-"""Chats with images and videos as a processor takes them, and which of their tokens are the assistant's.
+"""This module encodes chats with images and videos, and finds the tokens that the assistant has written.
 
-Any processor with a chat template works; nothing here knows a family. Shapes: `S` tokens.
+Any processor with a chat template works. No model family is treated specially. Shapes: `S` tokens.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from dflash_hf.training.masks import (
 )
 
 FIX = "fix the row"
-PLACE = "@@place@@"  # a text that no template has
-DAY = "strftime_now"  # what Transformers has templates write the day with
-DATE = "prompt_date"  # in a row
-# Of a day's format, as `strftime` reads them; the time is 0:00
+PLACE = "@@place@@"  # a text that no template contains
+DAY = "strftime_now"  # the function with which templates write the day in Transformers
+DATE = "prompt_date"  # the key of the day in a row
+# The parts of a `strftime` format that are replaced. The time is 0:00.
 PARTS = [f"%{pad}{letter}" for pad in ("-", "") for letter in "aAbBcdeFHIjmMpSuUwWxXyYZ"]
-# A tokenizer for text, a processor for text and images
+# A tokenizer for text, or a processor for text and images
 Processing = PreTrainedTokenizerBase | ProcessorMixin
 
 
 def check_messages(messages: Any) -> None:
-    """Raises `ValueError` for what is no conversation, in a sentence, before a chat template does in its own way."""
+    """Raises `ValueError` if `messages` is no conversation. A chat template would raise a less clear error."""
     form = 'messages as a list of turns like {"role": "user", "content": "..."}'
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         kind = type(messages).__name__
@@ -61,14 +61,15 @@ def check_messages(messages: Any) -> None:
 
 
 def today() -> str:
-    """Returns the date of today, as the `prompt_date` of a row has it."""
+    """Returns today's date in the form of a row's `prompt_date`."""
     return datetime.now().date().isoformat()
 
 
 def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a row's [`ChatTemplate`]: its `chat_template_kwargs`, and its `prompt_date` as today.
+    """Returns the options of a row's [`ChatTemplate`]: its `chat_template_kwargs` and its `prompt_date`.
 
-    A template that writes the day would write another prompt on each day, behind which the answer is not the target's.
+    A template that writes today's date would write another prompt on each day. The target's answer belongs to the
+    prompt with the date of the row.
     """
     options = dict(row.get("chat_template_kwargs") or {})
     if row.get(DATE):
@@ -77,14 +78,14 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(template: str) -> set[str]:
-    """Returns the names that a chat template reads, of what it is rendered with.
+    """Returns the names of the variables that a chat template reads.
 
     Raises:
-        ValueError: If the template is not one of Jinja's.
+        ValueError: If Jinja cannot read the template.
     """
     from jinja2 import TemplateError
 
-    # It has no public name in Transformers. Where a release has no such function, all words of the template count.
+    # The function is private in Transformers. If a release does not have it, all words of the template count as names.
     variables_of: Any = getattr(chat_template_utils, "_get_template_variables", None)
     if variables_of is None:
         return set(re.findall(r"\w+", template))
@@ -97,13 +98,13 @@ def names_in(template: str) -> set[str]:
 
 
 def _of_day(template: str, date: str) -> str:
-    """A template that writes a day of then as today's: Transformers takes no functions beside the messages."""
+    """Returns a template that writes `date` as today's date. Transformers accepts no replacement for the function."""
     day = datetime.fromisoformat(date)
-    # Not every system writes numbers without padding: such a part is asked for only where the template has it
+    # Not every system supports numbers without padding (`%-d`), so these parts are used only if the template has them.
     parts = [part for part in PARTS if part in template or not part.startswith("%-")]
     written = [f".replace({json.dumps(part)}, {json.dumps(day.strftime(part))})" for part in parts]
     macro = f"{{%- macro {DAY}(format) -%}}{{{{ format{''.join(written)} }}}}{{%- endmacro %}}"
-    # The first end of line behind a block is left out, so that the template begins at the start of a line
+    # Jinja drops the first newline after a block, so the template still begins at the start of a line.
     return f"{macro}\n{template}"
 
 
@@ -112,18 +113,19 @@ def prepare_multimodal_messages(
 ) -> list[dict[str, Any]]:
     """Returns messages whose contents are lists of blocks, with every image in its turn.
 
-    Name and behaviour are TRL's. Plain strings become text blocks. Blocks `{"type": "image"}` without an image of
-    their own take `images` in order. If there is no image block, `images` go before the text of the first user turn.
-    Blocks `{"type": "video"}` have a video of their own, as a path, a URL or frames. Keys whose value is `None`
-    (tables fill up with them) are left out.
+    Name and behaviour are the same as in TRL. Plain strings become text blocks. Blocks `{"type": "image"}` without an
+    image of their own take the `images` in order. If there is no image block, the `images` are put before the text of
+    the first user turn. Blocks `{"type": "video"}` have a video of their own: a path, a URL or frames. Keys with the
+    value `None`, with which tables are filled, are left out.
 
     Args:
-        messages (sequence of mappings): `role` and `content`, a string or a list of blocks; not changed.
-        images (sequence): What a processor takes as an image (PIL image, array, path, URL), or a mapping with `bytes`
-            or `path`, as the `datasets` library gives undecoded images.
+        messages (sequence of mappings): Mappings with `role` and `content`, which is a string or a list of blocks.
+            They are not changed.
+        images (sequence): Images that a processor accepts (PIL image, array, path, URL), or mappings with `bytes` or
+            `path`, as the `datasets` library returns undecoded images.
 
     Raises:
-        ValueError: If there are not as many images as places for them, or one has no pixels.
+        ValueError: If the number of images is not the number of places for them, or an image has no pixels.
     """
     prepared: list[dict[str, Any]] = []
     places: list[dict[str, Any]] = []
@@ -131,7 +133,7 @@ def prepare_multimodal_messages(
         blocks = _blocks(message.get("content"))
         places += [block for block in blocks if block["type"] == "image"]
         for block in blocks:
-            # Processors open files by texts.
+            # Processors accept paths only as strings.
             if block["type"] == "video" and isinstance(block.get("video"), PathLike):
                 block["video"] = fspath(block["video"])
         prepared.append({**message, "content": blocks})
@@ -153,7 +155,7 @@ def prepare_multimodal_messages(
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:
-    """What a turn says as new blocks, without keys whose value is `None`."""
+    """Returns the content of a turn as new blocks, without keys whose value is `None`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [
@@ -162,7 +164,7 @@ def _blocks(content: Any) -> list[dict[str, Any]]:
 
 
 def _as_source(image: Any) -> Any:
-    """An image as processors take it: paths as strings, undecoded bytes in base64; refused without pixels."""
+    """Returns an image in a form that processors accept: a path as a string, undecoded bytes in base64."""
     check_pixels(image)
     if isinstance(image, Mapping):
         if image.get("bytes") is not None:
@@ -174,15 +176,16 @@ def _as_source(image: Any) -> Any:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer or a processor, which makes text of messages.
+    """The chat template of a tokenizer or a processor. It converts messages into text and tokens.
 
     Args:
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for both.
-        options (mapping, *optional*): What else the template reads: `enable_thinking`, `tools` ...; and `prompt_date`,
-            the day that it writes as today's.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, or a processor for text
+            and images.
+        options (mapping, *optional*): Further variables that the template reads, such as `enable_thinking` and
+            `tools`. `prompt_date` is the day that the template writes as today's date.
 
     Raises:
-        ValueError: If there is no template, or an option has a name of what fills it.
+        ValueError: If there is no template, or an option has a reserved name (see `check_template_options`).
     """
 
     def __init__(
@@ -199,7 +202,7 @@ class ChatTemplate:
         self.tokenizer: Any = processing_class
         if self.is_processor:
             self.tokenizer = inner
-        # Some folders have the template beside the tokenizer alone.
+        # In some folders, only the tokenizer has the template.
         found = getattr(processing_class, "chat_template", None) or self.tokenizer.chat_template
         if isinstance(found, dict):
             name = "tool_use" if self.options.get("tools") else "default"
@@ -214,10 +217,10 @@ class ChatTemplate:
             self.text = _of_day(found, date)
 
     def check_options(self) -> None:
-        """Refuses options that the template does not read: Jinja takes a name that is misspelt without a word.
+        """Refuses options that the template does not read, because Jinja silently accepts a misspelt name.
 
         Raises:
-            ValueError: On the first of them, or if the template is not one of Jinja's.
+            ValueError: If the template does not read an option, or if Jinja cannot read the template.
         """
         if not self.options:
             return
@@ -228,20 +231,21 @@ class ChatTemplate:
 
     @property
     def has_day(self) -> bool:
-        """Whether it may write the day of today."""
+        """True if the template may write today's date."""
         return DAY in self.text
 
     @property
     def is_marked(self) -> bool:
-        """Whether it says itself what the assistant writes."""
+        """True if the template marks the assistant's text with `{% generation %}`."""
         return MARKS.search(self.text) is not None
 
     def messages(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any]
     ) -> list[dict[str, Any]]:
-        """Returns messages as it takes them, images in their places; see [`prepare_multimodal_messages`].
+        """Returns messages in the form that the template accepts. See [`prepare_multimodal_messages`] for a processor.
 
-        For a tokenizer a content of only blocks of text is one text.
+        For a tokenizer, the text blocks of a content are joined into one text. Raises `ValueError` if a tokenizer gets
+        images.
         """
         messages = [with_read_calls(message) for message in messages]
         if self.is_processor:
@@ -256,7 +260,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
     ) -> str:
-        """Returns the text of messages, each image one placeholder."""
+        """Returns the text of messages, with one placeholder for each image."""
         conversation: Any = list(messages)
         return self.tokenizer.apply_chat_template(
             conversation,
@@ -267,11 +271,11 @@ class ChatTemplate:
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Returns the tokens of such a text."""
+        """Returns the tokens of a rendered text."""
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """Returns what the tokenizer or processor makes of messages: the target's inputs."""
+        """Returns the tokenizer's or processor's output for messages, which is the target's input."""
         conversation: Any = list(messages)
         return self.processing_class.apply_chat_template(
             conversation,
@@ -283,7 +287,7 @@ class ChatTemplate:
         )
 
     def around(self, role: str) -> tuple[str, str]:
-        """Returns what stands before and behind the text of a first turn of the user's, or of the answer to one."""
+        """Returns the template's text before and after the content of a first user turn, or of the answer to it."""
         messages = [{"role": "user", "content": PLACE}]
         if role == "assistant":
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PLACE}]
@@ -295,12 +299,12 @@ class ChatTemplate:
         return before, behind
 
     def end_of_turn(self, role: str) -> list[int]:
-        """Returns the special tokens behind a turn: the first one ends it."""
+        """Returns the special tokens after the content of a turn. The first of them ends the turn."""
         special = {self.tokenizer.convert_tokens_to_ids(text) for text in self.ends()}
         return [token for token in self.tokens(self.around(role)[1]) if token in special]
 
     def ends(self) -> list[str]:
-        """Returns the texts of the tokens that can end a turn: the special ones."""
+        """Returns the texts of the tokens that can end a turn. These are all special tokens."""
         added = self.tokenizer.added_tokens_decoder.values()
         return sorted(
             {*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
@@ -313,14 +317,15 @@ def encode_messages(
     images: Sequence[Any],
     turns: Sequence[int] | None,
 ) -> tuple[Mapping[str, Any], list[int]]:
-    """Applies the chat template to a conversation, and finds what the assistant writes: see `Example.from_messages`.
+    """Applies the chat template to a conversation, and finds the assistant's tokens (see `Example.from_messages`).
 
-    Templates that mark it with `{% generation %}` say so themselves; of others see [`dflash_hf.training.masks`]. The
-    mask holds after images and videos are expanded to many tokens.
+    Some templates mark the assistant's text with `{% generation %}`. For other templates, see
+    [`dflash_hf.training.masks`]. The mask is for the tokens after images and videos are expanded to many tokens.
 
     Returns:
-        `tuple[Mapping[str, Any], list[int]]`: What the tokenizer or processor gives, and 1 for each of the `S` tokens
-        that the assistant writes, else 0. Where nothing is marked `S` ends with the last turn that counts.
+        `tuple[Mapping[str, Any], list[int]]`: The output of the tokenizer or processor, and a list with 1 for each of
+        the `S` tokens that the assistant has written and 0 for the others. If the template marks nothing, the
+        conversation is cut after the last turn that counts.
     """
     prepared = template.messages(messages, images)
     every = assistant_turns(prepared)
@@ -357,7 +362,7 @@ def encode_messages(
 def _located(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], turns: Sequence[int]
 ) -> tuple[Mapping[str, Any], list[int]]:
-    """Tokens and mask of messages whose template marks nothing."""
+    """Returns the tokens and the mask of messages whose template does not mark the assistant's text."""
     what = "a fast tokenizer, which says where its tokens stand,"
     kind = type(template.tokenizer).__name__
     require(template.tokenizer.is_fast, what, kind, "load it with use_fast=True")
@@ -372,7 +377,7 @@ def _located(
 
 
 def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list[int]:
-    """The runs of a mask that belong to some of the assistant's turns."""
+    """Returns a mask that keeps only the marked runs of the chosen turns."""
     found = itertools.groupby(range(len(mask)), mask.__getitem__)
     runs = [list(run) for marked, run in found if marked]
     what = f"as many marks as answers ({len(every)}) where some of them do not count"
@@ -388,9 +393,10 @@ def _chosen(mask: list[int], every: Sequence[int], turns: Sequence[int]) -> list
 def _laid(
     template: ChatTemplate, ids: list[int], plain: Mapping[str, Any], mask: Sequence[int]
 ) -> list[int]:
-    """The mask of a text's tokens laid over `ids`, which are the same with the place of each image and video expanded.
+    """Transfers the mask of a text's tokens to `ids`, the same tokens after images and videos have been expanded.
 
-    The pieces of text between these places are found from the last one to the first, each as far right as it fits.
+    The pieces of text between the images and videos are found from the last one to the first, each as far to the right
+    as it fits.
     """
     processor: Any = template.processing_class
     name = type(processor).__name__
@@ -418,7 +424,7 @@ def _laid(
 
 
 def _last_place(piece: list[int], ids: list[int]) -> int:
-    """Where a piece stands in some ids for the last time; -1 where it does not."""
+    """Returns the last index at which a piece begins in some ids, or -1."""
     for at in range(len(ids) - len(piece), -1, -1):
         if ids[at : at + len(piece)] == piece:
             return at

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside Transformers' own: `metrics.jsonl`, and which checkpoints are whole."""
+"""This module writes `metrics.jsonl`, and finds and checks the complete checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from dflash_hf.training.identity import text_identity
 logger: Any = logging.get_logger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-STATE_FILE = "trainer_state.json"  # Transformers writes it last
+STATE_FILE = "trainer_state.json"  # Transformers writes this file last
 
 
 class Records(TrainerCallback, ExportableState):
-    """Appends every record to `metrics.jsonl`, so that a killed run leaves them too; the last step has one as well.
+    """Appends every record to `metrics.jsonl` immediately, so that a killed run leaves its records.
 
-    Checkpoints keep what says which rows a step has: a run with other ones is another run.
+    The last step has a record too. The state of this callback, which checkpoints store, says which rows a step has. A
+    run with other rows per step cannot continue from the checkpoint.
 
     Args:
-        kept (mapping): See [`kept_of_rows`].
+        kept (mapping): The settings to store. See [`kept_of_rows`].
     """
 
     def __init__(self, kept: Mapping[str, int | str | None] = MappingProxyType({})) -> None:
@@ -40,17 +41,17 @@ class Records(TrainerCallback, ExportableState):
         self.rows = dict(kept)
 
     def state(self) -> dict[str, Any]:
-        """Returns what `trainer_state.json` keeps of it."""
+        """Returns the state that `trainer_state.json` stores for this callback."""
         return {"args": {}, "attributes": vars(self)}
 
     def on_train_begin(self, args: Any, state: TrainerState, *rest: Any, **kwargs: Any) -> None:
-        """Takes the steps of records, checkpoints and evaluations from the arguments, not from the checkpoint.
+        """Takes the intervals of records, checkpoints and evaluations from the arguments, not from the checkpoint.
 
-        Records behind the checkpoint are dropped: their steps are done again. A run that was killed before its first
-        checkpoint begins anew, behind step 0.
+        Records after the checkpoint are dropped, because their steps are done again. A run that was killed before its
+        first checkpoint starts again at step 0.
         """
         state.compute_steps(args, state.max_steps)
-        # The checkpoint has the path as it was in the working folder of then
+        # The path in the checkpoint may be relative to another working folder, so it is set again.
         best = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
         if best.is_dir():
             state.best_model_checkpoint = str(best)
@@ -58,7 +59,7 @@ class Records(TrainerCallback, ExportableState):
         self.rows_per_batch = args.per_device_train_batch_size
         metrics = Path(str(args.output_dir)) / METRICS_FILE
         if state.is_world_process_zero and metrics.is_file():
-            # A run that begins with an evaluation does that of step 0 again, too.
+            # With `eval_on_start`, a run that starts again also repeats the evaluation at step 0.
             begins_with_one = args.eval_on_start and state.global_step == 0
             last_step = -1 if begins_with_one else state.global_step
             _keep_records(metrics, last_step, lacks_evaluation(args, state))
@@ -66,7 +67,7 @@ class Records(TrainerCallback, ExportableState):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Asks for a record at the last step, and for an evaluation where there are any."""
+        """Requests a record at the last step, and an evaluation if the run evaluates by steps."""
         if state.global_step >= state.max_steps:
             control.should_log = True
             control.should_evaluate = (
@@ -76,7 +77,7 @@ class Records(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
     ) -> None:
-        """Appends one line of JSON."""
+        """Appends a record to the file, as one line of JSON."""
         if state.is_world_process_zero:
             with (Path(str(args.output_dir)) / METRICS_FILE).open("a", encoding="utf-8") as file:
                 file.write(
@@ -85,14 +86,14 @@ class Records(TrainerCallback, ExportableState):
 
 
 def lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
-    """Returns True if a run was ended between its checkpoint and the evaluation of the same step.
+    """Returns True if a run was interrupted between its checkpoint and the evaluation of the same step.
 
-    Transformers writes a checkpoint of steps before it evaluates at the end of the epoch. An evaluation that is due by
-    steps comes before the checkpoint.
+    If checkpoints are due by steps and evaluations by epochs, Transformers writes the checkpoint first. An evaluation
+    that is due by steps comes before the checkpoint.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): Options of the run that goes on.
-        state ([`~transformers.TrainerState`]): That of the checkpoint, or of a run that begins.
+        args ([`~transformers.TrainingArguments`]): The options of the run that continues.
+        state ([`~transformers.TrainerState`]): The state of the checkpoint, or of a new run.
     """
     step = state.global_step
     if step == 0 or args.eval_strategy != IntervalStrategy.EPOCH:
@@ -104,14 +105,14 @@ def lacks_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 def _is_evaluation(record: Mapping[str, Any], step: int) -> bool:
-    """Whether a record is of an evaluation at this step."""
+    """Says whether a record is from an evaluation at this step."""
     return record["step"] == step and any(name.startswith("eval_") for name in record)
 
 
 def _keep_records(path: Path, last_step: int, is_evaluated_again: bool) -> None:
-    """Drops lines that are no records from a file of records, and the records of what is done again.
+    """Drops incomplete lines from a file of records, and the records of steps and evaluations that are done again.
 
-    These are the steps behind `last_step`, and the evaluation at that one if it is made again.
+    These are the steps after `last_step`, and the evaluation at `last_step` if `is_evaluated_again`.
     """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = []
@@ -127,7 +128,7 @@ def _keep_records(path: Path, last_step: int, is_evaluated_again: bool) -> None:
 
 
 def _record_of(line: str) -> dict[str, Any] | None:
-    """The record in a line; `None` where a kill has cut it."""
+    """Returns the record in a line, or `None` if the line is incomplete because the run was killed."""
     if not line.endswith("\n"):
         return None
     try:
@@ -138,9 +139,14 @@ def _record_of(line: str) -> dict[str, Any] | None:
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
-    """Returns the folder to go on from, `None` to begin; `ValueError` if there is no whole one.
+    """Returns the folder of the checkpoint to continue from, or `None` for a new run.
 
-    What is `asked` is a folder, or `True` for the newest one of the run that was written to its end.
+    Args:
+        asked (`str` or `bool`, *optional*): A folder, or `True` for the newest complete checkpoint of the run.
+        output_dir (`Path`): The folder of the run.
+
+    Raises:
+        ValueError: If the folder is no complete checkpoint, or the run has none.
     """
     if not asked:
         return None
@@ -161,12 +167,12 @@ def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """Returns the folders of a run's checkpoints that were written to their end, the newest one first."""
+    """Returns the folders of a run's complete checkpoints, the newest one first."""
     return [path for path in _checkpoints(output_dir) if is_whole(path)]
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
-    """The folders of a run's checkpoints, the newest one first."""
+    """Returns the folders of all checkpoints of a run, the newest one first."""
     found = [
         path
         for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -178,11 +184,11 @@ def _checkpoints(output_dir: Path) -> list[Path]:
 def kept_of_rows(
     args: DFlashTrainingArguments, lengths: Sequence[int]
 ) -> dict[str, int | str | None]:
-    """Returns what says, beside their number, which rows come in which step: name -> value.
+    """Returns the settings that determine which rows a step has, except the number of rows: name -> value.
 
     Args:
-        args ([`DFlashTrainingArguments`]): Options of the run.
-        lengths (sequence of `int`): Tokens of each example.
+        args ([`DFlashTrainingArguments`]): The options of the run.
+        lengths (sequence of `int`): The number of tokens of each example.
     """
     return {
         "packing_length": args.packing_length,
@@ -194,15 +200,16 @@ def kept_of_rows(
 def check_same_steps(
     folder: Path, args: DFlashTrainingArguments, kept: Mapping[str, int | str | None]
 ) -> None:
-    """Refuses to go on with steps of other rows than those of a checkpoint: rows would be left out or come twice.
+    """Refuses to continue a checkpoint with steps of other rows: some rows would be left out or come twice.
 
     Args:
         folder (`Path`): The checkpoint.
-        args ([`DFlashTrainingArguments`]): Options of the run that is to go on from it.
-        kept (mapping): See [`kept_of_rows`], of that run.
+        args ([`DFlashTrainingArguments`]): The options of the run that should continue from the checkpoint.
+        kept (mapping): The settings of this run, as [`kept_of_rows`] returns them.
 
     Raises:
-        ValueError: With both numbers; or if the checkpoint is another trainer's, which has no record of its rows.
+        ValueError: If the steps have other rows (the message has both values), or if another trainer has written the
+            checkpoint, so that it has no record of its rows.
     """
     state: Any = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     records: Any = state.get("stateful_callbacks", {}).get(Records.__name__)
@@ -231,7 +238,7 @@ def check_same_steps(
 
 
 def is_whole(folder: Path) -> bool:
-    """Returns True if a checkpoint was written to its end: the state of the trainer is there and can be read."""
+    """Returns True if a checkpoint is complete, that is, if its `STATE_FILE` exists and can be read."""
     try:
         json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

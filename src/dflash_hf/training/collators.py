@@ -1,4 +1,4 @@
-"""Batches: padded rows of similar length, or rows full of examples, in an order of seed and epoch alone."""
+"""This module splits an epoch into batches, and collates examples into padded or packed rows."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.nn.utils.rnn import pad_sequence
 from dflash_hf.errors import require
 from dflash_hf.training.example import Example
 
-# A batch is cut from a sorted pool of this many batches: similar lengths, and still a different mix every epoch.
+# Batches are cut from a sorted pool of this many batches: their lengths are similar, but each epoch mixes them anew.
 POOL_BATCHES = 8
 
 
 class Movable:
-    """A dataclass that can be moved with its tensors."""
+    """A base class for dataclasses whose tensors can be moved to a device."""
 
     __slots__ = ()
 
     def to(self, device: torch.device) -> Self:
-        """Returns the same on another device."""
+        """Returns a copy whose tensors are on another device."""
         this: Any = self
         return replace(
             this,
@@ -38,19 +38,19 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(Movable):
-    """Padded examples; `B` rows, `S` tokens."""
+    """A batch of padded or packed examples, with `B` rows of `S` tokens."""
 
     input_ids: Tensor  # [B, S], int64: tokens
     attention_mask: Tensor  # [B, S], bool: real tokens
     loss_mask: Tensor  # [B, S], bool: tokens that the target wrote
-    # What else the target's forward takes (images ...)
+    # Other inputs of the target's forward, such as images
     model_inputs: dict[str, Tensor] = field(default_factory=dict)
-    # [B, S], int64: the column at which each token's example begins, where rows hold several, one after another;
-    # padding begins where the last one ends. `None` where every row is one example.
+    # [B, S], int64: in packed rows, the column at which each token's example begins. For padding, this is the first
+    # column after the last example. `None`: every row is one example.
     starts: Tensor | None = None
 
     def row(self, number: int) -> Batch:
-        """Returns a row of text as a batch."""
+        """Returns one row as a batch. The row must be text, because `model_inputs` are left out."""
         parts: dict[str, Any] = {
             name: getattr(self, name) for name in ("input_ids", "attention_mask", "loss_mask")
         }
@@ -60,7 +60,7 @@ class Batch(Movable):
 
     @property
     def position_ids(self) -> Tensor:
-        """Index of each token in its example: int64 of shape `[B, S]`."""
+        """The index of each token in its example: int64 of shape `[B, S]`."""
         shape = self.input_ids.shape
         columns = torch.arange(shape[1], device=self.input_ids.device).expand(shape)
         if self.starts is None:
@@ -74,10 +74,10 @@ def collate(
     *,
     padding_side: Literal["left", "right"] = "right",
 ) -> Batch:
-    """Pads examples to the longest of them; text and any number of images may be mixed.
+    """Pads examples to the length of the longest one. Examples of text and with any number of images may be mixed.
 
-    Inputs per token are padded with the rows, by 0 (text). The others are joined along their first dimension, padded
-    with zeros in the others: that is how processors lay out images of several rows, of different sizes too.
+    Inputs per token are padded like the rows, with 0 (text). Other inputs are concatenated along their first dimension
+    and padded with zeros in the other dimensions, as processors do it for images of several rows and sizes.
     """
 
     def padded(rows: Sequence[Tensor], value: int = 0) -> Tensor:
@@ -116,9 +116,9 @@ def collate(
 
 
 def collate_packed(examples: Sequence[Example], max_length: int) -> Batch:
-    """Fills rows of at most `max_length` tokens with examples, in their order; rows are padded on the right.
+    """Fills rows of at most `max_length` tokens with examples, in their order. Rows are padded on the right.
 
-    Raises `ValueError` if an example is longer, or has inputs beside its tokens (images ...).
+    Raises `ValueError` if an example is longer, or has inputs besides its tokens, such as images.
     """
     rows: list[Example] = []
     starts: list[list[int]] = []
@@ -153,12 +153,12 @@ def _check_room(length: int, max_length: int, index: int) -> None:
 
 
 def best_fit(indices: Iterable[int], lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Fills rows of `max_length` tokens: the longest example first, each into the fullest row that has room for it.
+    """Fills rows of `max_length` tokens with examples, the longest first, each into the fullest row with enough room.
 
-    Returns the indices of the examples of each row; raises `ValueError` if one is longer than a row.
+    Returns the indices of the examples of each row. Raises `ValueError` if an example is longer than a row.
     """
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room and row, the fullest first
+    free: list[tuple[int, int]] = []  # (room, row), the fullest row first
     for index in sorted(indices, key=lambda index: -lengths[index]):
         _check_room(lengths[index], max_length, index)
         place = bisect.bisect_left(free, (lengths[index], -1))
@@ -174,7 +174,7 @@ def best_fit(indices: Iterable[int], lengths: Sequence[int], max_length: int) ->
 
 
 def _concatenate(values: list[Tensor]) -> Tensor:
-    """Joins along the first dimension, padding the others with zeros at their ends."""
+    """Concatenates tensors along the first dimension. The other dimensions are padded with zeros at their ends."""
     sizes = [max(size) for size in zip(*(value.shape[1:] for value in values), strict=True)]
 
     def widened(value: Tensor) -> Tensor:
@@ -191,13 +191,13 @@ def epoch_batches(
     epoch: int,
     packing_length: int | None = None,
 ) -> list[list[int]]:
-    """Splits an epoch into batches, in which every example occurs once: of similar length, or packed.
+    """Splits an epoch into batches of examples of similar length, or of packed examples. Each example occurs once.
 
-    Rows that are packed are filled by best fit; at whichever of their examples [`collate_packed`] goes on to a new
-    row, what is left of that row fits into it.
+    Packed rows are filled by best fit. [`collate_packed`] may begin a new row at a later example than planned here.
+    The rest of the planned row then fits into the new row.
 
-    Returns the indices of the examples of each batch: `batch_size` of them, or those of as many rows of
-    `packing_length` tokens. The order depends on seed and epoch alone.
+    Returns the indices of the examples of each batch. A batch has `batch_size` examples, or the examples of
+    `batch_size` rows of `packing_length` tokens. The order depends only on the seed and the epoch.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
 
@@ -220,10 +220,10 @@ def epoch_batches(
 def sorted_batches(
     indices: Iterable[int], lengths: Sequence[Any], batch_size: int
 ) -> list[list[int]]:
-    """Sorts indices of examples by their lengths (or whatever stands for them) and cuts them into batches."""
+    """Sorts indices of examples by `lengths` (or other sort keys) and cuts them into batches."""
     return cuts(sorted(indices, key=lambda index: lengths[index]), batch_size)
 
 
 def cuts(values: Sequence[Any], size: int) -> list[Any]:
-    """Cuts a sequence into pieces of `size`, of which the last may be shorter."""
+    """Cuts a sequence into pieces of `size`. The last piece may be shorter."""
     return [values[at : at + size] for at in range(0, len(values), size)]

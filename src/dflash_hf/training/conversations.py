@@ -1,9 +1,10 @@
-"""Rows of any form that data sets have, as one: `messages` as chat templates take them, and `images`.
+"""This module converts rows of various forms into one form: `messages` as chat templates accept them, and `images`.
 
-Videos stand in their messages, each with its file or address.
+A video stays in its message, with its file or address.
 
-Known are ShareGPT's (`conversations` of `from` and `value`), `messages`, `prompt` with or without `completion` (texts
-or messages), `turns` of the user's, and any other columns through a template of names in braces.
+The known forms are ShareGPT's (`conversations` of `from` and `value`), `messages`, `prompt` with or without
+`completion` (texts or messages), and `turns` of the user. Rows with other columns need a template, which is a text
+with names of columns in braces.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from dflash_hf.data.row_files import parsed
 from dflash_hf.data.rows import FIX, Row, filled
 from dflash_hf.errors import listed, require, shown
 
-# What sets call who speaks -> what chat templates do.
+# The name of a role in data sets -> its name in chat templates.
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "bot", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     **dict.fromkeys(("system", "developer"), "system"),
 }
-# What chat templates read of a turn beside its role and content. Other keys are notes of the set's own: with them the
-# same conversation would be several.
+# The keys of a turn that chat templates read, besides its role and content. Other keys are notes of the data set. If
+# they were kept, copies of one conversation with different notes would count as different conversations.
 READ_OF_A_TURN = (
     "name",
     "tool",
@@ -57,19 +58,20 @@ READ_OF_A_TURN = (
     "thinking",
     "prefix",
 )
-MAX_PATH = 4096  # longer texts are images themselves
+MAX_PATH = 4096  # a longer text is not a path but an image
 FORMS = ("messages", "conversations", "conversation", "turns", "prompt")
 NO_OPTIONS: Mapping[str, Any] = {}
-NO_LIMIT = sys.maxsize  # of pixels
+NO_LIMIT = sys.maxsize  # no limit of pixels
 
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """What becomes of a row's images.
+    """The settings for the images of rows.
 
     Args:
-        folder (`Path`, *optional*): Where those are written that a row holds as bytes, and those that are shrunk.
-        max_pixels (`int`): Width times height above which an image is shrunk.
+        folder (`Path`, *optional*): The folder into which images are written that a row holds as bytes, or that are
+            shrunk.
+        max_pixels (`int`): Images with a larger product of width and height are shrunk.
     """
 
     folder: Path | None
@@ -77,7 +79,7 @@ class Images:
 
     @property
     def has_limit(self) -> bool:
-        """Whether there are images that would be shrunk."""
+        """True if large images are shrunk."""
         return self.max_pixels < NO_LIMIT
 
 
@@ -88,21 +90,22 @@ def conversation_of(
     chat_template_kwargs: Mapping[str, Any] = NO_OPTIONS,
     max_pixels: int = NO_LIMIT,
 ) -> dict[str, Any]:
-    """Returns a row as `{"messages", "images"?, "chat_template_kwargs"?}`, with everything in it fit for JSON.
+    """Returns a row as `{"messages", "images"?, "chat_template_kwargs"?}`, with values that can be written as JSON.
 
-    What the assistant says before the user's first turn is left out, and so is each key of a turn that chat templates
-    do not read (`READ_OF_A_TURN`).
+    Turns of the assistant before the user's first turn are left out. Keys of a turn that chat templates do not read
+    (see `READ_OF_A_TURN`) are left out too.
 
     Args:
-        row ([`Row`]): Of any form.
-        template (`str`, *optional*): What the user says, of rows of other columns: a text with their names in braces.
-        images (`Path`, *optional*): Folder for images that a row holds as bytes, and for those that are shrunk;
-            without one they are refused. Their paths are relative to the folder above it, see [`resolved`].
-        chat_template_kwargs (mapping): What each row's chat template is to read; a row's own come first.
-        max_pixels (`int`): Width times height above which an image is shrunk.
+        row ([`Row`]): A row of any known form.
+        template (`str`, *optional*): For rows with other columns, the text of the user's turn, with names of columns
+            in braces.
+        images (`Path`, *optional*): The folder for images that a row holds as bytes, or that are shrunk. Without a
+            folder, such images are refused. Their paths are relative to the parent of this folder (see [`resolved`]).
+        chat_template_kwargs (mapping): Options of the chat template for each row. A row's own options override them.
+        max_pixels (`int`): Images with a larger product of width and height are shrunk.
 
     Raises:
-        ValueError: If the row has no known form, or is malformed; naming it.
+        ValueError: If the row has no known form, or is malformed. The message names it.
     """
     turns = _turns(row, template)
     kept = Images(folder=images, max_pixels=max_pixels)
@@ -110,7 +113,7 @@ def conversation_of(
     _place_videos(messages, row)
     messages = _from_first_user(messages, row)
     found: dict[str, Any] = {"messages": messages}
-    # A set of questions may have a text there that is no image's place.
+    # In a set of questions, the column may hold a text that is not the path of an image.
     sources = row.own_images()
     if sources:
         found["images"] = [_image(source, row, kept) for source in sources]
@@ -125,7 +128,7 @@ def conversation_of(
 
 
 def _tools(row: Row) -> Sequence[Any]:
-    """The tools that a row's template reads, if there are any; some sets have them as a text of JSON."""
+    """Returns the tools of a row for its chat template. Some sets have them as a JSON text."""
     tools = row.first("tools", default=())
     if isinstance(tools, str) and tools:
         tools = parsed(tools, f"tools in {row.where}", FIX)
@@ -135,7 +138,7 @@ def _tools(row: Row) -> Sequence[Any]:
 
 
 def _place_videos(messages: list[dict[str, Any]], row: Row) -> None:
-    """Gives the videos of a row's column their places: blocks without one, else before the user's first text."""
+    """Puts the videos of a row's column into blocks without a video, or before the text of the first user turn."""
     videos = [_video(source, row) for source in row.own_videos()]
     places = [block for block in blocks_of(messages) if block == {"type": "video"}]
     from_users = [message for message in messages if message["role"] == "user"]
@@ -153,7 +156,7 @@ def _place_videos(messages: list[dict[str, Any]], row: Row) -> None:
 
 
 def _from_first_user(messages: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
-    """The messages from the user's first one on, and the system's before it."""
+    """Returns the messages from the first user message on, preceded by the earlier system messages."""
     roles = [message["role"] for message in messages]
     require("user" in roles, f"a turn of the user's in {row.where}", roles, FIX)
     first = roles.index("user")
@@ -169,7 +172,7 @@ def weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
     trained: list[int] = []
     for sequence in sequences:
         turns = sequence.get("turns") if isinstance(sequence, Mapping) else None
-        # A set of somebody else's may have a column of this name.
+        # A data set from elsewhere may have a column of this name with another meaning.
         if not isinstance(turns, list):
             return
         trained += turns
@@ -179,7 +182,7 @@ def weigh_as_prepared(messages: list[dict[str, Any]], row: Row) -> None:
 
 
 def _turns(row: Row, template: str | None) -> list[Any]:
-    """What is said, turn by turn, as the row has it."""
+    """Returns the turns of a row in the form that the row has them."""
     if template is not None:
         return [{"role": "user", "content": filled(template, row)}]
     present = [name for name in FORMS if row.values.get(name) is not None]
@@ -205,14 +208,14 @@ def _turns(row: Row, template: str | None) -> list[Any]:
 
 
 def _side(value: Any, role: str) -> list[Any]:
-    """A prompt or a completion as turns."""
+    """Returns a prompt or a completion as a list of turns."""
     if isinstance(value, list | tuple):
         return list(value)
     return [{"role": role, "content": value}]
 
 
 def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
-    """A turn as chat templates take it."""
+    """Returns a turn in the form that chat templates accept."""
     where = f"turn {at} of {row.where}"
     require(isinstance(turn, Mapping), f"a role and a content in {where}", turn, FIX)
     turn = _without_none(turn)
@@ -228,27 +231,27 @@ def _message(turn: Any, at: int, row: Row, images: Images) -> dict[str, Any]:
         content = ""
     message = {"role": ROLES[role], "content": _content(content, where, row, images)}
     others = {name: turn[name] for name in READ_OF_A_TURN if name in turn}
-    # Which answers count; nothing else that a weight may say is known here.
+    # A weight of 0 on an answer means that the answer does not count. Other weights are ignored.
     if message["role"] == "assistant" and turn.get("weight") == 0:
         others["weight"] = 0
     return with_read_calls(message | others, where)
 
 
 def _content(content: Any, where: str, row: Row, images: Images) -> str | list[dict[str, Any]]:
-    """What a turn says: one text, or blocks where there are several, or images."""
+    """Returns the content of a turn: one text, or a list of blocks."""
     if isinstance(content, str):
         return check_text(content, f"content in {where}", may_be_empty=True, action=FIX)
     what = f"a text or a list of blocks as content in {where}"
     require(isinstance(content, list | tuple), what, content, FIX)
     blocks = [_block(block, where, row, images) for block in content]
-    # A processor's template writes several texts itself.
+    # Several blocks stay blocks, because the template of a processor decides how it joins them.
     if len(blocks) > 1:
         return blocks
     return joined_texts(blocks)
 
 
 def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
-    """A part of a turn: a text, or an image or a video with or without one of its own."""
+    """Returns a block of a turn: a text, or an image or video block, with or without its own image or video."""
     require(isinstance(block, Mapping), f"blocks with a type in {where}", block, FIX)
     block = _without_none(block)
     kind = block.get("type")
@@ -277,14 +280,14 @@ def _block(block: Any, where: str, row: Row, images: Images) -> dict[str, Any]:
 
 
 def _video(video: Any, row: Row) -> str:
-    """A video as a processor finds it again: an address, or a file."""
+    """Returns the address or the path of a video, from which a processor can read it later."""
     if isinstance(video, str) and video.startswith(("http://", "https://")):
         return video
     return str(row.video(video))
 
 
 def _image(image: Any, row: Row, images: Images) -> str:
-    """An image as a processor finds it again: an address, or a file."""
+    """Returns the address or the path of an image, from which a processor can read it later."""
     place = image
     if isinstance(image, Mapping) and not image.get("bytes"):
         place = image.get("path")
@@ -313,7 +316,7 @@ def _image(image: Any, row: Row, images: Images) -> str:
 
 
 def _is_too_large(source: Any, images: Images) -> bool:
-    """Whether an image is to be shrunk; not if its header does not say how large it is."""
+    """Says whether an image must be shrunk. An image whose header does not give its size is not shrunk."""
     if not images.has_limit:
         return False
     height, width = image_size(source) or (0, 0)
@@ -321,10 +324,10 @@ def _is_too_large(source: Any, images: Images) -> bool:
 
 
 def _decoded(code: Any, row: Row) -> bytes:
-    """The bytes of an image in base64, alone or in a `data:` address."""
+    """Returns the bytes of an image from base64, alone or in a `data:` address."""
     what = f"base64 of an image in {row.where}"
     require(isinstance(code, str), what, code, FIX)
-    letters = "".join(code.rpartition("base64,")[2].split())  # some encoders write lines
+    letters = "".join(code.rpartition("base64,")[2].split())  # some encoders break lines
     try:
         return base64.b64decode(letters, validate=True)
     except ValueError as error:
@@ -332,34 +335,35 @@ def _decoded(code: Any, row: Row) -> bytes:
 
 
 def _stored(image: bytes, row: Row, images: Images) -> str:
-    """The file that an image is written to."""
+    """Writes an image into the folder, and returns its path relative to the parent of the folder."""
     if images.folder is None:
         raise ValueError(
             f"expected the path of an image in {row.where}, got the bytes of the image; "
             "name a folder into which images are written"
         )
     stored = store_image(image, images.folder)
-    # Beside the file that names it: both can be moved
+    # The path is relative to the folder of the rows' file, so both can be moved together.
     return f"{stored.parent.name}/{stored.name}"
 
 
 def _without_none(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that hold something: tables fill up with `None`."""
+    """Returns the columns that are not `None`, with which tables are filled."""
     return {name: value for name, value in columns.items() if value is not None}
 
 
 def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None) -> dict[str, Any]:
-    """Returns a row whose images and videos of relative paths are those of a folder.
+    """Returns a row in which relative paths of images and videos are replaced.
 
     Args:
-        row (mapping): With `messages` and maybe `images`.
-        folder (`Path`): What they are relative to.
-        seen_from (`Path`, *optional*): What they are to be relative to; without it their paths are whole.
+        row (mapping): A row with `messages`, and optionally `images`.
+        folder (`Path`): The folder to which the paths in the row are relative.
+        seen_from (`Path`, *optional*): The folder to which the new paths are relative. By default, the new paths begin
+            with `folder`.
     """
 
     def place(image: Any) -> Any:
         is_relative = isinstance(image, str) and len(image) < MAX_PATH and not os.path.isabs(image)
-        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        # `Path.is_file` of Python 3.11 raises an error for a text that is too long for a path.
         if not is_relative or not os.path.isfile(folder / image):
             return image
         if seen_from is None:
@@ -385,6 +389,6 @@ def resolved(row: Mapping[str, Any], folder: Path, seen_from: Path | None = None
 
 
 def content_id(row: Mapping[str, Any]) -> str:
-    """Returns a name that says what is in a row: the same for the same conversation, wherever it comes from."""
+    """Returns an id that depends only on the content of a row, so equal conversations from different sets share it."""
     parts = [row["messages"], row.get("images"), row.get("chat_template_kwargs")]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

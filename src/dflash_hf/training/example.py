@@ -1,6 +1,6 @@
-"""Training examples: token ids and which of them the target wrote, with what else its forward takes (images ...).
+"""This module defines a training example: token ids, the mask of the target's own tokens, and inputs such as images.
 
-Answers must be the target's own: `regenerate_answers` writes them with the target, greedily.
+Answers must be the target's own. `regenerate_answers` lets the target write them greedily.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from dflash_hf.errors import require
 from dflash_hf.training.chat_template import ChatTemplate, encode_messages
 
-# What a processor may return beside inputs of the model.
+# Outputs of a processor that are not further inputs of the model.
 NOT_INPUTS = {
     "input_ids",
     "attention_mask",
@@ -31,12 +31,12 @@ class Example:
     """One sequence to train on.
 
     Args:
-        input_ids (`list[int]`): Prompt and answer.
-        loss_mask (`list[int]`): 1 on tokens that the target wrote, else 0; as long as `input_ids`.
-        model_inputs (`dict[str, torch.Tensor]`): Other inputs of the target's forward, as its processor gives them for
-            one example: `pixel_values`, `image_grid_thw` ... Inputs with one value per token (`mm_token_type_ids` ...)
-            have shape `[S]`, without the batch dimension, and are padded with the row. All others are joined along
-            their first dimension.
+        input_ids (`list[int]`): The tokens of prompt and answer.
+        loss_mask (`list[int]`): 1 for tokens that the target wrote, else 0. It has one entry per token.
+        model_inputs (`dict[str, torch.Tensor]`): Other inputs of the target's forward, as its processor returns them
+            for one example, such as `pixel_values` and `image_grid_thw`. Inputs with one value per token, such as
+            `mm_token_type_ids`, have shape `[S]`, without a batch dimension, and are padded with the row. All other
+            inputs are concatenated along their first dimension.
 
     Raises:
         ValueError: If the lengths differ.
@@ -59,11 +59,11 @@ class Example:
     def from_pair(
         cls, prompt: Sequence[int] | Mapping[str, Any], answer_ids: Sequence[int]
     ) -> Example:
-        """Joins a prompt (generation prompt included) and the answer that the target gave to it (EOS included).
+        """Returns the example of a prompt (with its generation prompt) and the target's answer (with its EOS token).
 
         Args:
-            prompt (sequence of `int`, or mapping): Ids, or the output of a tokenizer or processor for one prompt.
-            answer_ids (sequence of `int`): The answer.
+            prompt (sequence of `int`, or mapping): Token ids, or a tokenizer's or processor's output for one prompt.
+            answer_ids (sequence of `int`): The tokens of the answer.
 
         Raises:
             ValueError: If the mapping holds several prompts, or a padded one.
@@ -100,16 +100,17 @@ class Example:
         turns: Sequence[int] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Example:
-        """Applies the chat template; assistant turns count as the target's, all or some.
+        """Returns the example of a conversation. All or some assistant turns count as the target's answers.
 
         Args:
-            processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, a processor for
-                chats with and without images.
-            messages (sequence of mappings): The conversation; see [`prepare_multimodal_messages`].
-            images (sequence): Images of the image blocks that have none of their own.
-            turns (sequence of `int`, *optional*): The messages that count, in order; default: all messages of the
-                assistant but those of `weight` 0.
-            chat_template_kwargs (mapping, *optional*): Further options of the template: `enable_thinking`, `tools` ...
+            processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): A tokenizer for text, or a processor for
+                chats with or without images.
+            messages (sequence of mappings): The conversation. See [`prepare_multimodal_messages`].
+            images (sequence): The images for image blocks that have no image of their own.
+            turns (sequence of `int`, *optional*): The indices of the messages that count, in order. By default, these
+                are all messages of the assistant except those with `weight` 0.
+            chat_template_kwargs (mapping, *optional*): Further options of the template, such as `enable_thinking` and
+                `tools`.
 
         Raises:
             ValueError: If the text of the assistant cannot be found, or images and their places do not match.
@@ -120,11 +121,11 @@ class Example:
 
     @property
     def has_images(self) -> bool:
-        """True if an input of the model does not have one value per token."""
+        """True if the example has an input that does not have one value per token."""
         return any(value.shape != (len(self.input_ids),) for value in self.model_inputs.values())
 
     def with_answer(self, answer_ids: Sequence[int]) -> Example:
-        """Returns the example with another answer after it. Inputs per token are 0 (text) in this answer."""
+        """Returns the example followed by another answer. In this answer, inputs per token are 0 (text)."""
         added = [0] * len(answer_ids)
         size = (len(self.input_ids),)
         inputs = dict(self.model_inputs)
@@ -141,7 +142,7 @@ class Example:
         """Returns the example's first `max_length` tokens.
 
         Raises:
-            ValueError: If it is longer and has images, because an image might be cut in two.
+            ValueError: If the example is longer and has images, because an image might be cut.
         """
         if len(self.input_ids) <= max_length:
             return self
@@ -156,14 +157,14 @@ class Example:
         )
 
     def prompt_length(self) -> int:
-        """Returns the number of tokens before the first one that the target wrote."""
+        """Returns the number of tokens before the first token that the target wrote."""
         if 1 not in self.loss_mask:
             return len(self.loss_mask)
         return self.loss_mask.index(1)
 
 
 def example_lengths(examples: Sequence[Example]) -> list[int]:
-    """Returns each example's number of tokens: `examples.lengths`, or else every one is built, one at a time."""
+    """Returns the number of tokens of each example: `examples.lengths`, or else each example is built and counted."""
     lengths = getattr(examples, "lengths", None)
     if lengths is None:
         return [len(example.input_ids) for example in examples]

@@ -1,6 +1,6 @@
-"""Files of prepared or answered rows, read as examples that are built when they are asked for.
+"""This module reads files of prepared or answered rows as examples, which are built when they are read.
 
-Beside each file stands another one, `.meta.json`, that says what it was made of.
+Beside each file is a file `.meta.json`, which says from which data and settings the file was made.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dflash_hf.training.example import Example
 
 logger = logging.getLogger(__name__)
 
-WHOLE_ROW = -1  # a sequence that is not one of several of a row's
-UNKNOWN = 0  # tokens of one that does not say how many
+WHOLE_ROW = -1  # the number of a sequence that is its whole row
+UNKNOWN = 0  # the length of a sequence that does not state its number of tokens
 
 
 class _Sequences(Sequence[dict[str, Any]]):
-    """Rows of a file, once for each sequence of theirs that is trained on."""
+    """The rows of a file. A row occurs once for each of its sequences that is trained on."""
 
     def __init__(self, rows: RowFile, chosen: Sequence[tuple[int, int]]) -> None:
         self.file = rows
@@ -41,11 +41,11 @@ class _Sequences(Sequence[dict[str, Any]]):
         return {**found, "trained_turns": found["sequences"][number]["turns"]}
 
     def where(self, index: int) -> str:
-        """Returns what to call a row in a sentence."""
+        """Returns the name of a row for a message."""
         return self.file.where(self.chosen[index][0])
 
     def lines_of(self, indices: Sequence[int]) -> str:
-        """Returns what to call several rows in a sentence."""
+        """Returns the name of several rows for a message."""
         numbers = [self.file.line_number(self.chosen[index][0]) for index in indices]
         return f"lines {listed(numbers)} of {self.file.path}"
 
@@ -55,17 +55,17 @@ def read_examples(
 ) -> Sequence[Example]:
     """Returns the examples of a prepared or answered file.
 
-    Each example is built when it is read. Its length is known before.
+    Each example is built when it is read, but its length is known before.
 
     Args:
         path (`Path`): A file that `prepare` or `regenerate` wrote, or any file of `messages` with or without
             `answer_ids`.
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's tokenizer or processor.
         max_length (`int`, *optional*): Longer sequences are cut to this number of tokens. A longer sequence is left
             out if no token of an answer would be left, or if it has images. The log says how many were left out.
 
     Raises:
-        ValueError: If there is no such file, a row is malformed (naming it), or no example is left.
+        ValueError: If there is no such file, a row is malformed (the message names it), or no example is left.
     """
     file = RowFile(Path(path))
     chosen: list[tuple[int, int]] = []
@@ -85,7 +85,7 @@ def read_examples(
             path,
         )
     rows = _Sequences(file, chosen)
-    if UNKNOWN in lengths:  # written by somebody else: their texts are counted
+    if UNKNOWN in lengths:  # another program wrote the file, so the tokens are counted here
         lengths = ChatDataset(rows, processing_class).lengths
     if max_length is not None and any(length > max_length for length in lengths):
         whole = ChatDataset(rows, processing_class)
@@ -114,7 +114,7 @@ def read_examples(
 
 
 def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:
-    """Whether a token of an answer is left of an example at a length."""
+    """Says whether an example, cut to a length, still has a token of an answer, and does not cut an image."""
     example = examples[at]
     return len(example.input_ids) <= max_length or (
         not example.has_images and 1 in example.loss_mask[:max_length]
@@ -122,7 +122,7 @@ def _can_be_cut(examples: ChatDataset, at: int, max_length: int) -> bool:
 
 
 def _lengths_in(row: Mapping[str, Any], where: str) -> list[tuple[int, int]]:
-    """The sequences of a row, by their number or as `WHOLE_ROW`, and how many tokens they say they have."""
+    """Returns `(number, length)` for each sequence of a row. The number may be `WHOLE_ROW`, the length `UNKNOWN`."""
     messages = row.get("messages")
     require(isinstance(messages, list), f"messages in {where}", listed(row), "run `prepare`")
     if "answer_ids" in row:
@@ -152,7 +152,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _num_tokens(row: Mapping[str, Any], where: str) -> int:
-    """What a row or a sequence says how long it is."""
+    """Returns the number of tokens that a row or a sequence states, or `UNKNOWN`."""
     value = row.get("num_tokens")
     if value is None:
         return UNKNOWN
@@ -162,15 +162,15 @@ def _num_tokens(row: Mapping[str, Any], where: str) -> int:
 
 
 def meta_path(path: Path) -> Path:
-    """Returns the file beside a stage's file that says what that was made of."""
+    """Returns the path of the file that says from which data and settings a stage's file was made."""
     return path.with_suffix(".meta.json")
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Returns what is written beside a stage's file.
+    """Returns the content of the `.meta.json` file beside a stage's file.
 
     Raises:
-        ValueError: If there is nothing, or something else.
+        ValueError: If the file does not exist or cannot be read.
     """
     meta = meta_path(path)
     what = f"{meta} beside {path}, which says what that was made of"

@@ -1,4 +1,4 @@
-"""A trained draft for whoever serves it: folders in the formats of others, each with a card that says what it is."""
+"""This module exports a trained draft: a folder in the format of a serving program, with a model card."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dflash_hf.errors import one_line
 from dflash_hf.modeling_dflash import DFlashDraftModel
 
 CARD = "README.md"
-UNPLACED = "PATH/TO/THIS/FOLDER"  # what the snippets of a card call a draft that may lie anywhere
+UNPLACED = "PATH/TO/THIS/FOLDER"  # the path in a card's snippets if the draft's place is not known
 TAGS = ["dflash", "speculative-decoding", "block-diffusion", "draft-model"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SERVED_BY: dict[str, str] = {
@@ -45,7 +45,7 @@ vllm serve {target} --speculative-config \\
     '{{"method": "dflash", "model": "{draft}", "num_speculative_tokens": {proposals}}}'
 ```""",
 }
-# What can serve a folder in each format, in the order of the card. All of them are read by `dflash_hf`.
+# The programs that can serve a folder in each format, in the order of the card. `dflash_hf` reads all formats.
 READERS: dict[FormatName, tuple[str, ...]] = {
     "dflash": ("dflash",),
     "zlab": ("dflash", "vllm", "sglang"),
@@ -62,17 +62,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """What a card says beside what the draft itself does."""
+    """The facts of a card that are not in the draft itself."""
 
     target: str
     license: str | None = None
-    datasets: Sequence[str] = ()  # where the prompts are from
-    # What a bench's summary has of the draft, by set: `questions`, `acceptance`, `speedup`, `own_speedup`.
+    datasets: Sequence[str] = ()  # the sources of the prompts
+    # set -> the draft's entries in the summary of a bench: `questions`, `acceptance`, `speedup`, `own_speedup`.
     measured: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
-    conditions: str = ""  # under what it was measured: machine, dtype, batch
-    # What the training was, line by line: names and values as they are to be read.
+    conditions: str = ""  # the conditions of the measurement: machine, dtype, batch
+    # Facts about the training, one per line of the card: name -> value.
     training: Mapping[str, object] = field(default_factory=dict[str, object])
-    # Versions of the packages that trained it.
+    # Versions of the packages with which the draft was trained.
     versions: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
 
 
@@ -83,16 +83,19 @@ def export(
     format: FormatName,
     target: PreTrainedModel | None = None,
 ) -> str | None:
-    """Writes a draft in a format of [`save_draft`], with a model card; whole or not at all.
+    """Writes a draft in a format of [`save_draft`], with a model card, completely or not at all.
 
     Args:
-        draft (`DFlashDraftModel`): The draft; not changed, its dtype is what is written.
-        folder (`str` or `os.PathLike`): Where the folder of that name goes.
-        target (`PreTrainedModel`, *optional*): See [`save_draft`]; may be on the meta device where the draft needs no
+        draft (`DFlashDraftModel`): The draft. It is not changed, and it is written in its own dtype.
+        folder (`str` or `os.PathLike`): The parent of the folder to write, which has the name of the format.
+        facts ([`CardFacts`]): Further facts for the card.
+        format (`str`): The format.
+        target (`PreTrainedModel`, *optional*): See [`save_draft`]. It may be on the meta device if the draft needs no
             copies of its embedding and head.
 
     Returns:
-        `str`, *optional*: Why the format cannot express it, which the log says too; `None` where it was written.
+        `str`, *optional*: The reason why the format cannot express the draft, which is logged too, or `None` if the
+        draft was written.
     """
     text = card(draft, facts, format)
     try:
@@ -111,10 +114,10 @@ def card(
     format: FormatName = "dflash",
     place: str | None = None,
 ) -> str:
-    """Returns the model card of a draft, Markdown with the Hub's fields in front.
+    """Returns the model card of a draft: Markdown that begins with the Hub's fields.
 
     Args:
-        place (`str`, *optional*): What the snippets call the draft; by default `"PATH/TO/THIS/FOLDER"`.
+        place (`str`, *optional*): The path or id of the draft in the snippets. The default is `"PATH/TO/THIS/FOLDER"`.
     """
     import yaml
 
@@ -124,7 +127,7 @@ def card(
         "tags": TAGS,
     }
     front |= {} if facts.license is None else {"license": facts.license}
-    # The Hub's fields are for what it has; a folder's name there would be a broken link.
+    # The Hub's fields get only ids of the Hub. The name of a folder would become a broken link.
     front |= {"base_model": facts.target} if is_hub_id(facts.target) else {}
     hub_sets = [name for name in facts.datasets if is_hub_id(name)]
     front |= {"datasets": hub_sets} if hub_sets else {}
@@ -154,7 +157,7 @@ def card(
     proposals = config.num_proposals(config.block_size)
     readers = READERS[format]
     if format == "muse" and config.sliding_window is not None:
-        # The others count its windows in their own way, and SGLang's sliding layers are causal
+        # vLLM and SGLang count the draft's windows differently, and SGLang's sliding layers are causal.
         readers = readers[:1]
     for reader in readers:
         body += [
@@ -164,7 +167,7 @@ def card(
             SERVED_BY[reader].format(**values, proposals=proposals),
         ]
     body += ["", "## Acceptance", "", *_acceptance(facts)]
-    if facts.training or facts.versions or facts.datasets:  # else it may be another's draft
+    if facts.training or facts.versions or facts.datasets:  # else others may have trained it
         body += [
             "",
             "## Training",
@@ -184,7 +187,7 @@ def card(
 
 
 def is_hub_id(name: str) -> bool:
-    """Returns True if it can be an id on the Hub and is no folder here."""
+    """Returns True if a name has the form of an id on the Hub and is not a local path."""
     return HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
@@ -213,7 +216,7 @@ def _acceptance(facts: CardFacts) -> list[str]:
 
 
 def _ratio(speedup: Mapping[str, Any] | None) -> str:
-    """A speed-up as the card shows it; empty where it was not measured."""
+    """Formats a speed-up for the card. The text is empty if the speed-up was not measured."""
     if speedup is None or speedup["ratio"] is None:
         return ""
     return f"{speedup['ratio']:.2f}x"

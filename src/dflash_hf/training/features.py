@@ -99,7 +99,7 @@ def to_float8(states: Tensor, num_taps: int) -> tuple[Tensor, Tensor]:
 
 
 def from_float8(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Returns states `[T, L * D]` in the scales' dtype, of numbers `[T, L * D]` in float8 and scales `[T, L]`."""
+    """Returns the states `[T, L * D]`, in the dtype of the scales `[T, L]`, from numbers `[T, L * D]` in float8."""
     taps = numbers.to(scales.dtype).unflatten(-1, (scales.shape[-1], -1))
     return (taps * scales[..., None]).flatten(-2)
 
@@ -401,7 +401,7 @@ def example_key(example: Example) -> str:
 
 
 def _said_by_the_first(is_missing: bool, mesh: DeviceMesh) -> bool:
-    """Returns the value of a mesh's first process. The others may already find a file that this process has written."""
+    """Returns the value of a mesh's first process. The others may already see a file that this process has written."""
     group = mesh.get_group()
     said = torch.tensor([is_missing], dtype=torch.long, device=mesh.device_type)
     distributed.broadcast(said, distributed.get_global_rank(group, 0), group=group)

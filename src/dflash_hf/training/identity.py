@@ -1,9 +1,10 @@
-"""Which target wrote answers or features, or a draft is for: hashes of its settings, weights, template and vocabulary.
+"""This module identifies a target by hashes of its config, weights, chat template and vocabulary.
 
-Those of a target are the same in any dtype, wherever its files are, and however many processes hold it together.
+The hashes say which target wrote answers or features, or which target a draft is for. They do not depend on the dtype
+of the target, the place of its files, or the number of processes that hold it together.
 
-Every weight counts: what is hashed of a tensor are the sums of its rows and of its columns, of the bits of its values
-in bfloat16 as integers. They are exact in any order, and take as long as reading it.
+Every weight counts. For each tensor, the bits of its values in bfloat16 are taken as integers, and the sums of its
+rows and of its columns are hashed. These sums are exact in any order, and take as long as reading the tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from dflash_hf.devices import in_one_piece
 from dflash_hf.training.chat_template import ChatTemplate
 
-# Of a config: where it is from and how it is run, which is not what it computes.
+# Entries of a config that say where a model is from and how it runs, but not what it computes.
 NOT_THE_MODEL = {
     "_name_or_path",
     "_attn_implementation",
@@ -34,9 +35,9 @@ NOT_THE_MODEL = {
 
 
 def target_identity(target: PreTrainedModel) -> dict[str, str]:
-    """Returns `{"config", "weights"}`, two hashes that tell a target from a changed one.
+    """Returns `{"config", "weights"}`, two hashes that differ if a target has been changed.
 
-    All processes that hold the target together call it.
+    All processes that hold the target together must call this function.
     """
     config = json.dumps(_plain(target.config.to_dict()), sort_keys=True, default=str)
     weights = hashlib.sha256()
@@ -53,7 +54,7 @@ def target_identity(target: PreTrainedModel) -> dict[str, str]:
 def processor_identity(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
 ) -> dict[str, str]:
-    """Returns `{"chat_template", "vocabulary"}`, two hashes that tell how a target's prompts are encoded."""
+    """Returns `{"chat_template", "vocabulary"}`, two hashes that differ if prompts are encoded differently."""
     template = ChatTemplate(processing_class)
     vocabulary = json.dumps(sorted(template.tokenizer.get_vocab().items()))
     return {
@@ -63,12 +64,12 @@ def processor_identity(
 
 
 def text_identity(text: str) -> str:
-    """Returns a hash of a text, a chat template's for example."""
+    """Returns a hash of a text, for example of a chat template."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _fingerprint(value: Tensor) -> str:
-    """A hash of a tensor; nothing of one that is not here as a plain one (offloaded, sharded, quantised)."""
+    """Returns a hash of a tensor, or `""` for a tensor that is not plain (offloaded, sharded, quantised)."""
     if value.is_meta or type(value) not in (Tensor, nn.Parameter):
         return ""
     value = value.detach()

@@ -1,4 +1,4 @@
-"""Prompts answered by the target here, in batches, by one process or several."""
+"""This module lets a local target answer prompts in batches, in one process or several."""
 
 from __future__ import annotations
 
@@ -34,19 +34,21 @@ from dflash_hf.training.target_answers import (
 
 
 def _go_on() -> None:
-    """Waits for nobody."""
+    """Returns immediately. This is the `wait` of a single process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The processes that share the answering, of which this is one.
+    """The place of this process among the processes that share the answering.
 
-    Each holds the whole target, or is one of a group that holds it together and answers the same prompts.
+    Each process holds the whole target, or belongs to a group that holds the target together and answers the same
+    prompts.
 
     Args:
-        rank, size (`int`): Which of how many groups; a process that holds the whole target is a group.
-        wait (callable): Returns when all processes have called it.
-        writes (`bool`): Whether this process writes what its group answers: one of each group does.
+        rank, size (`int`): The index of this process's group, and the number of groups. A process that holds the whole
+            target is a group.
+        wait (callable): A function that returns when all processes have called it.
+        writes (`bool`): Whether this process writes the answers of its group. One process of each group does.
     """
 
     rank: int = 0
@@ -56,11 +58,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Returns True for the one process that does what is done once for all."""
+        """True for the one process that does the work that is done once for all processes."""
         return self.rank == 0 and self.writes
 
     def part_of(self, path: Path) -> Path:
-        """Returns the file that this process writes to until all are merged: the file itself, where it is alone."""
+        """Returns the file that this process writes to: `path` for a single group, else a part to be merged later."""
         if self.size == 1:
             return path
         return path.with_suffix(f".rank{self.rank}.jsonl")
@@ -70,14 +72,15 @@ ALONE = Ranks()
 
 
 class LocalAnswers:
-    """Has the target answer prompts, in batches of similar length out of pools of some batches.
+    """Lets the target answer prompts in batches of similar length. A batch is cut from a pool of several batches.
 
-    A pool is one process's. What is in a batch, and its random numbers, do not depend on how many processes there are.
+    Each pool belongs to one process. The content of a batch and its random numbers do not depend on the number of
+    processes.
 
     Args:
-        common ([`Answering`]): How, and where to write.
+        common ([`Answering`]): The settings of the answers, and the file to write.
         target (`PreTrainedModel`): The target.
-        draft (`PreTrainedModel`, *optional*): A draft of the target's.
+        draft (`PreTrainedModel`, *optional*): A draft for the target.
         ranks ([`Ranks`]): The processes.
     """
 
@@ -93,24 +96,24 @@ class LocalAnswers:
         self.target = target
         self.draft = draft
         self.ranks = ranks
-        self._num_pools = 0  # so far
-        self._pools: dict[str, int] = {}  # prompt's id -> its pool
+        self._num_pools = 0  # the number of pools so far, over all rounds
+        self._pools: dict[str, int] = {}  # id of a prompt -> its pool
 
     def identity(self) -> dict[str, Any]:
-        """Returns what tells the target from another one."""
+        """Returns the hashes that identify the target."""
         return target_identity(self.target)
 
     def answer(self, questions: Questions, done: Set[str]) -> None:
-        """Answers what is not done, with the other processes.
+        """Answers the questions that are not done, together with the other processes.
 
         Args:
-            done (set of `str`): Ids of what has been answered before.
+            done (set of `str`): The ids of questions that have been answered before.
 
         Raises:
-            ValueError: If the disk is full. What has been answered is kept.
+            ValueError: If the disk is full. The answers so far are kept.
         """
         size = self.settings.batch_size * POOL_BATCHES
-        own: list[range] = []  # questions of each pool
+        own: list[range] = []  # the questions of each pool of this process
         for start in range(0, len(questions), size):
             pool = range(start, min(start + size, len(questions)))
             if self._num_pools % self.ranks.size == self.ranks.rank:
@@ -130,7 +133,7 @@ class LocalAnswers:
         self.ranks.wait()
 
     def _answer_pool(self, pool: Sequence[dict[str, Any]], done: Set[str]) -> None:
-        """Answers those batches of a pool of which a row is missing."""
+        """Answers the batches of a pool that have a question without an answer."""
         common = self.common
         placed = [resolved(question, self.settings.prompts.parent) for question in pool]
         prompts = ChatDataset(placed, common.processing_class, answers=[[]] * len(pool))
@@ -148,7 +151,7 @@ class LocalAnswers:
     def _answer_batch(
         self, batch: Sequence[dict[str, Any]], examples: Sequence[Any], done: Set[str]
     ) -> None:
-        """Answers a batch, and writes the answers that are missing."""
+        """Answers a batch, and writes the answers that do not exist yet."""
         seed = json.dumps([self.settings.seed, *(question["id"] for question in batch)]).encode()
         number = int.from_bytes(hashlib.sha256(seed).digest()[:4], "big") >> 1
         answers = self._by_target(examples, number)
@@ -163,7 +166,7 @@ class LocalAnswers:
         self.common.progress.add(len(lines), sum(len(line["answer_ids"]) for line in lines))
 
     def _by_target(self, examples: Sequence[Any], seed: int) -> list[Answer]:
-        """What the target writes behind the prompts of a batch."""
+        """Returns the target's answers to the prompts of a batch."""
         settings = self.settings
         tokenizer = self.common.template.tokenizer
         ends = end_tokens(self.target)
@@ -191,7 +194,7 @@ class LocalAnswers:
         return [Answer(ids=ids, is_finished=ids[-1] in ends) for ids in written]
 
     def _merge(self) -> None:
-        """Puts what the processes wrote behind the answers, in the order in which one process writes them."""
+        """Appends the answers of all processes to the output, in the order in which one process would write them."""
         parts = self.settings.parts()
         if not parts:
             return
@@ -201,7 +204,7 @@ class LocalAnswers:
         files = [RowFile(path) for path in parts]
         merged: list[Path] = []
         for number, file in enumerate(files):
-            # Answers to later turns, of a run that was killed, stay where they are until their turn
+            # A killed run may have left answers to later turns. They stay in their file until that round.
             is_known = True
             for at, row in enumerate(file):
                 name = row["id"]

@@ -1,4 +1,4 @@
-"""Whether answers are the target's own: a draft that learns another model's words is seldom right."""
+"""This module measures whether answers are the target's own. A draft trained on other answers is seldom accepted."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dflash_hf.training.forward import target_features
 
 logger: Any = logging.get_logger(__name__)
 
-ROWS = 64  # that are looked at
-FEW = 0.8  # a share below which the answers are hardly the target's
+ROWS = 64  # the number of rows that are checked
+FEW = 0.8  # below this share, the answers are probably not the target's
 
 
 def own_share(target: Target, examples: Sequence[Example], num_rows: int = ROWS) -> float:
-    """Returns the share of answer tokens that are the target's most likely ones; logs it, with advice if it is low.
+    """Returns and logs the share of answer tokens that are the target's most likely tokens, with advice if it is low.
 
-    It is 1 for greedy answers, but for rounding, and lower for sampled ones.
+    The share is 1 for greedy answers (except for rounding), and lower for sampled answers.
 
     Args:
-        target (`Target`): In eval mode.
-        examples (sequence of [`Example`]): What a draft is to learn.
-        num_rows (`int`): Most examples to run the target on, spread evenly over all.
+        target (`Target`): The target, in eval mode.
+        examples (sequence of [`Example`]): The examples that a draft should learn.
+        num_rows (`int`): The maximum number of examples to check. They are spread evenly over all examples.
 
     Raises:
-        ValueError: If there is no answer token behind another one.
+        ValueError: If the checked examples have no answer token after their first token.
     """
     num_examples = len(examples)
     num_chosen = min(num_rows, num_examples)

@@ -1,9 +1,10 @@
-"""The first stage of training: conversations from anywhere, in one form, checked, counted, without duplicates.
+"""This module is the first stage of training: it writes conversations in one form, checked and without duplicates.
 
-A file of prepared rows is JSON Lines, one conversation a line: `id` (of its contents), `messages`, `images` and
-`chat_template_kwargs` where there are any, `prompt_date` where the chat template writes the day, and `sequences`, what
-is trained on: `{"turns": [1, 3], "num_tokens": 9}`. The next stage, [`dflash_hf.training.regenerate`], writes the same
-with `answer_ids`; [`dflash_hf.training.example_files`] reads both.
+A file of prepared rows is JSON Lines with one conversation per line. The columns are `id` (of the content),
+`messages`, `images` and `chat_template_kwargs` if there are any, `prompt_date` if the chat template writes the day,
+and `sequences`. These are the sequences to train on: `{"turns": [1, 3], "num_tokens": 9}`. The next stage,
+[`dflash_hf.training.regenerate`], writes the same rows with `answer_ids` instead of `sequences`.
+[`dflash_hf.training.example_files`] reads both kinds of files.
 """
 
 from __future__ import annotations
@@ -40,45 +41,45 @@ from dflash_hf.training.masks import check_turns, groups_in_place, turns_to_trai
 logger = logging.getLogger(__name__)
 
 Turns = Literal["all", "last", "none"]
-# What is made of a row; rows of other tables are these columns, as `datasets.Value` names their types.
+# The result for one row, as columns of a table. The types are those of `datasets.Value`.
 COLUMNS = {
-    "where": "string",  # what to call the row in a sentence
+    "where": "string",  # the name of the row in messages
     "id": "string",
-    "line": "string",  # what is written, as JSON
-    "left_out": "string",  # why nothing is
-    "malformed": "string",  # the sentence about it
+    "line": "string",  # the line to write, as JSON
+    "left_out": "string",  # why the row is not written
+    "malformed": "string",  # the message about a malformed row
     "num_sequences": "int64",
     "num_tokens": "int64",
     "num_cut": "int64",
 }
 NOTHING = {name: "" if kind == "string" else 0 for name, kind in COLUMNS.items()}
-# Settings that say which rows are written, and not what is made of one.
+# Settings that say which rows are written. They do not change the line of a row.
 WHICH_ROWS = ("datasets", "num_rows", "whole", "streaming", "skip_bad_rows")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareSettings:
-    """The data to prepare, and how.
+    """The data to prepare, and the settings of their preparation.
 
     Args:
-        datasets (sequence of `str`): Files (`.jsonl`, `.json`, `.parquet`, `.txt` with a prompt a line), folders or
-            Hub sets that `datasets` loads: `ORG/NAME`, `ORG/NAME:CONFIG`, `ORG/NAME:CONFIG:SPLIT`; the split is
-            `train` by default.
+        datasets (sequence of `str`): Files (`.jsonl`, `.json`, `.parquet`, `.txt` with one prompt per line), folders
+            or Hub sets that `datasets` loads: `ORG/NAME`, `ORG/NAME:CONFIG`, `ORG/NAME:CONFIG:SPLIT`. The default
+            split is `train`.
         output (`Path`): The file to write.
         turns (`str`): Which answers of the data are trained on: `"all"`, `"last"`, or `"none"` if the target will give
             its own answers ([`regenerate`]).
-        needs_answers (`bool`): Leave out rows without an answer to train on. Otherwise they are prompts, which the
-            target may answer.
-        max_length (`int`, *optional*): Tokens of a sequence. Longer sequences are cut when they are read. A longer
-            sequence is left out if its prompt alone has this length, or if it has images.
+        needs_answers (`bool`): Whether rows without an answer to train on are left out. Otherwise these rows are
+            prompts, which the target may answer.
+        max_length (`int`, *optional*): The maximum number of tokens of a sequence. Longer sequences are cut when they
+            are read. A longer sequence is left out if its prompt alone has this length, or if it has images.
         template (`str`, *optional*): For rows with other columns, the text of the user's turn: `"{question}"`.
-        num_rows (`int`, *optional*): Number of rows to read of each set.
+        num_rows (`int`, *optional*): The number of rows to read from each set.
         whole (sequence of `str`): Sets of `datasets` that are read to their end, for every value of `num_rows`.
-        streaming (`bool`): Fetch sets of the Hub row by row, and keep none.
-        skip_bad_rows (`bool`): Leave out malformed rows and count them, instead of refusing the first one.
+        streaming (`bool`): Whether sets of the Hub are fetched row by row, without storing them.
+        skip_bad_rows (`bool`): Whether malformed rows are left out and counted. Otherwise the first one is refused.
         chat_template_kwargs (mapping): Further options of the chat template: `{"enable_thinking": False}`.
-        max_image_pixels (`int`, *optional*): Width times height of the largest image; larger ones are shrunk, and
-            written beside `output`.
+        max_image_pixels (`int`, *optional*): The maximum product of an image's width and height. Larger images are
+            shrunk and written into a folder beside `output`.
     """
 
     datasets: Sequence[str]
@@ -105,8 +106,8 @@ class Prepared:
         num_sequences (`int`): Number of sequences to train on.
         num_tokens (`int`): Number of tokens in these sequences.
         num_cut (`int`): Number of sequences that will be cut at the greatest length.
-        left_out (`dict[str, tuple[int, str]]`): By reason, the number of rows that were left out, and the first of
-            them.
+        left_out (`dict[str, tuple[int, str]]`): For each reason, the number of rows that were left out, and the place
+            or message of the first of them.
     """
 
     num_rows: int = 0
@@ -117,7 +118,7 @@ class Prepared:
     left_out: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
     def takes(self, made: Mapping[str, Any], seen: set[str]) -> bool:
-        """Counts a row that was made (`COLUMNS`), and returns whether it is written: not if its id was seen before."""
+        """Counts the result for a row (`COLUMNS`), and returns True if its line is written. Duplicates are not."""
         self.num_rows += 1
         if made["malformed"]:
             self.leave_out("malformed", made["malformed"])
@@ -143,7 +144,7 @@ class Prepared:
         self.left_out[reason] = (count + 1, first)
 
     def sentences(self) -> list[str]:
-        """Returns what to tell a user."""
+        """Returns sentences that report the counts to a user."""
         told = [
             f"{self.num_kept} of {self.num_rows} rows kept: {self.num_sequences} sequences, {self.num_tokens} tokens"
         ]
@@ -161,18 +162,18 @@ class Prepared:
 def prepare(
     settings: PrepareSettings, processing_class: Processing, *, replaces: bool = False
 ) -> Prepared:
-    """Writes conversations of data sets to a file, in one form; nothing where it has been written so before.
+    """Writes conversations of data sets to a file, in one form. A file with the same settings is not written again.
 
-    Rows are made by as many processes as there are cores. Beside the file stands what is done of it until it is whole,
-    in a folder `.parts`: a run that was killed or refused a row goes on behind that.
+    There is one process per core. Until the file is complete, a folder `.parts` beside it holds the finished parts. A
+    run that was killed or that refused a row continues after these parts.
 
     Args:
-        replaces (`bool`): Whether a file that was written otherwise is written anew, and not refused.
+        replaces (`bool`): Whether a file with other data or settings is written again. Otherwise it is refused.
 
     Raises:
-        ValueError: If a set or row cannot be read (naming it), it cannot be told what the assistant writes, the chat
-            template reads no such keyword, no row is left, the file is there and was written with other settings, or
-            the disk is full. The file is not written then.
+        ValueError: If a set or row cannot be read (the message names it), the assistant's text cannot be found, the
+            chat template does not read an option, no row is left, the file exists and was written with other settings,
+            or the disk is full. In these cases the file is not written.
     """
     what = "none of turns, all, last"
     require(settings.turns in ("all", "last", "none"), what, settings.turns, "choose one of them")
@@ -180,7 +181,7 @@ def prepare(
     what = "turns all or last with needs_answers"
     require(has_answers, what, settings.turns, "leave one of them out")
     require(bool(settings.datasets), "data sets to prepare", list(settings.datasets), "name one")
-    # A run that was killed may go on in another working folder
+    # Names become independent of the working folder, because a killed run may be continued in another one.
     datasets = [full_name(name) for name in settings.datasets]
     whole = [full_name(name) for name in settings.whole]
     settings = replace(settings, datasets=datasets, whole=whole)
@@ -205,7 +206,7 @@ def prepare(
         require(report.num_kept > 0, none, got, "use other data, or a greater max_length")
         counts = asdict(report)
         told = {"prepare": asked, "left_out": counts.pop("left_out"), "prepared": counts}
-        # What it was made with comes first: a file without that is nobody's.
+        # The settings are written before the file is complete, so there is no file without its settings.
         write_whole(meta_path(settings.output), json.dumps(told, indent=2) + "\n")
 
     try:
@@ -220,7 +221,7 @@ def prepare(
 
 
 def _asked(settings: PrepareSettings, chat_template: str) -> dict[str, Any]:
-    """What a file is made of and how, to tell whether one that is there is the same."""
+    """Returns the data and settings of a file in a form that can be compared with an existing file."""
     asked = asdict(settings)
     del asked["output"]
     asked["datasets"] = [(name, _digest(name)) for name in settings.datasets]
@@ -229,8 +230,8 @@ def _asked(settings: PrepareSettings, chat_template: str) -> dict[str, Any]:
 
 
 def _digest(name: str) -> str | None:
-    """A digest of a file, or of all files in a folder; `None` of a set of the Hub."""
-    # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+    """Returns a digest of a file, or of all files in a folder, or `None` for a set of the Hub."""
+    # `Path.is_file` of Python 3.11 raises an error for a text that is too long for a path.
     if os.path.isfile(name):
         return _file_digest(Path(name))
     folder = Path(name.partition(":")[0])
@@ -239,7 +240,7 @@ def _digest(name: str) -> str | None:
     found = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         place = file.relative_to(folder)
-        # `datasets` reads none of these
+        # `datasets` does not read hidden files.
         is_hidden = any(part.startswith(".") for part in place.parts)
         if file.is_file() and not is_hidden:
             found.update(f"{place} {_file_digest(file)}\n".encode())
@@ -247,13 +248,13 @@ def _digest(name: str) -> str | None:
 
 
 def _file_digest(path: Path) -> str:
-    """A digest of a file's bytes."""
+    """Returns a digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _written_before(output: Path, asked: Mapping[str, Any]) -> Prepared:
-    """The report of a file that is there; raises `ValueError` if it was made otherwise."""
+    """Returns the report of an existing file. Raises `ValueError` if its data or settings were other ones."""
     known = read_meta(output)
     is_same = known.get("prepare") == asked
     what = f"{output} as these settings make it, or no such file"
@@ -264,7 +265,7 @@ def _written_before(output: Path, asked: Mapping[str, Any]) -> Prepared:
 
 
 def _keep_whole_parts(parts: Path) -> None:
-    """Removes what was not written to its end, and the folder if nothing else is in it."""
+    """Removes incomplete files from the folder of parts, and the folder itself if it is then empty."""
     if not parts.is_dir():
         return
     for path in parts.iterdir():
@@ -281,7 +282,7 @@ def _kept_lines(
     asked: Mapping[str, Any],
     report: Prepared,
 ) -> Iterator[str]:
-    """Yields the line of each row that is kept, the first of its contents, and counts all of them."""
+    """Yields the line of each row that is kept, and counts all rows. Of equal rows, the first one is kept."""
     made_from = {name: value for name, value in asked.items() if name not in WHICH_ROWS}
     seen: set[str] = set()
     for name in settings.datasets:
@@ -321,23 +322,23 @@ def prepare_row(
     settings: PrepareSettings,
     processing_class: Processing,
 ) -> dict[str, Any]:
-    """Returns what is written of a row, or why nothing is: a function for `datasets.Dataset.map`.
+    """Returns the line to write for a row, or the reason why it is left out. It is called by `datasets.Dataset.map`.
 
     Args:
-        values (mapping): The row's columns, as `datasets` has them.
-        number (`int`): Which row it is, from 0.
-        rank (`int`, *optional*): The process that it is in; `None` where there are no others.
-        origin, settings, processing_class: What the row is of, and what to make of it.
+        values (mapping): The columns of the row, as `datasets` returns them.
+        number (`int`): The number of the row, from 0.
+        rank (`int`, *optional*): The index of this process, or `None` if it is the only one.
+        origin, settings, processing_class: The set of the row, the settings, and the target's tokenizer or processor.
 
     Returns:
-        `dict[str, Any]`: `COLUMNS`. An empty line of a file has no `where`.
+        `dict[str, Any]`: The `COLUMNS`. For an empty line of a file, `where` is empty.
 
     Raises:
-        ValueError: If the row is malformed, and bad rows are not to be skipped; naming it.
+        ValueError: If the row is malformed and `skip_bad_rows` is not set. The message names the row.
         OSError: If the disk has no room for an image of the row.
     """
     if rank is not None:
-        torch.set_num_threads(1)  # a core each
+        torch.set_num_threads(1)  # each process has one core
     made: dict[str, Any] = dict(NOTHING)
     if not origin.has_row(values):
         return made
@@ -347,8 +348,8 @@ def prepare_row(
         made |= _made(row, settings, processing_class)
     except MemoryError:
         raise
-    except Exception as error:  # a template or an image may refuse it in any way
-        if is_no_room(error):  # for an image of the row, which is as good as others
+    except Exception as error:  # a template or an image may raise any error
+        if is_no_room(error):  # the disk is full, but the row is not malformed
             raise
         sentence = _sentence(error, row.where)
         if not settings.skip_bad_rows:
@@ -358,7 +359,7 @@ def prepare_row(
 
 
 def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> dict[str, Any]:
-    """Some of `COLUMNS`: those that are not as in `NOTHING`."""
+    """Returns the result for a row: the entries of `COLUMNS` that differ from `NOTHING`."""
     folder = settings.output.parent
     options = settings.chat_template_kwargs
     max_pixels = settings.max_image_pixels or NO_LIMIT
@@ -368,7 +369,7 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     _leave_what_decides(messages, settings.turns)
     name = content_id(found)
     turns = _chosen_turns(messages, settings.turns)
-    # The sequences say what counts: no template and no server has to know a weight.
+    # The sequences say which answers count, so weights are removed before templates and servers see them.
     for message in messages:
         message.pop("weight", None)
     answers = [messages[turn] for turn in turns]
@@ -400,26 +401,26 @@ def _made(row: Row, settings: PrepareSettings, processing_class: Processing) -> 
     if not fits:
         return made | {"left_out": "a prompt longer than the greatest length"}
     made["line"] = line_of({"id": name, **found, "sequences": sequences})
-    made["line"].encode()  # half a character is an error here, where the row is known
+    made["line"].encode()  # a lone surrogate raises an error here, where the row is known
     made["num_sequences"] = len(sequences)
     made["num_tokens"] = sum(sequence["num_tokens"] for sequence in sequences)
     return made
 
 
 def _leave_what_decides(messages: list[dict[str, Any]], which: Turns) -> None:
-    """Removes from messages what does not decide what is trained on: rows that differ in it alone become the same."""
+    """Removes the parts of messages that have no effect, so that rows that differ only in them become duplicates."""
     if which == "none":
-        # The target gives the last answer itself.
+        # The target itself gives the last answer.
         while messages[-1]["role"] != "user":
             messages.pop()
     if which != "all":
-        # Only the last answer may count.
+        # Only the last answer may count, so the weights of earlier answers have no effect.
         for message in messages[:-1]:
             message.pop("weight", None)
 
 
 def _chosen_turns(messages: Sequence[Mapping[str, Any]], which: Turns) -> list[int]:
-    """The answers of a row that are trained on."""
+    """Returns the indices of the answers of a row that are trained on."""
     if which == "none":
         return []
     turns = turns_to_train(messages)
@@ -434,7 +435,7 @@ def _sequences(
     processing_class: Processing,
     limit: int | None,
 ) -> tuple[list[dict[str, Any]], int]:
-    """The sequences of a row, one of each group of turns of which an answer is left, and how many of them are cut."""
+    """Returns a sequence for each group of turns with an answer within the limit, and the number of cut sequences."""
     sequences: list[dict[str, Any]] = []
     num_cut = 0
     for group in groups:
@@ -448,7 +449,7 @@ def _sequences(
 def _size_of(
     row: Mapping[str, Any], turns: list[int], processing_class: Processing, limit: int | None
 ) -> tuple[int, bool]:
-    """Tokens of turns that are trained on together, and whether they are cut; 0 where nothing is left of an answer."""
+    """Returns the length of a group's sequence (0 if no answer is within the limit), and whether it is cut."""
     example = ChatDataset([{**row, "trained_turns": turns}], processing_class)[0]
     size = len(example.input_ids)
     if limit is None or size <= limit:
@@ -460,14 +461,14 @@ def _size_of(
 
 
 def _fits(row: Mapping[str, Any], processing_class: Processing, limit: int | None) -> bool:
-    """Whether a prompt leaves room for an answer."""
+    """Says whether a prompt leaves room for an answer."""
     if limit is None:
         return True
     return ChatDataset([row], processing_class, answers=[[]]).lengths[0] < limit
 
 
 def _sentence(error: Exception, where: str) -> str:
-    """What is wrong with a row, with its place."""
+    """Returns a sentence that says what is wrong with a row, with its place."""
     if not is_ours(error):
         return f"expected a conversation that the chat template takes in {where}, got {one_line(error)}; fix the row"
     told = str(error).removesuffix(" (row 0)")
@@ -477,16 +478,18 @@ def _sentence(error: Exception, where: str) -> str:
 
 
 def split_rows(path: Path, train: Path, held_out: Path, num_held_out: int) -> tuple[int, int]:
-    """Writes the lines of a file to two others, at most a fifth of them to `held_out`; no more than one is in memory.
+    """Divides the lines of a file among two files. At most a fifth of them go to `held_out`.
+
+    Only one line is in memory at a time.
 
     Args:
         path (`Path`): A file of rows.
         train, held_out (`Path`): The files to write.
-        num_held_out (`int`): Most lines that are held out: every so many, for rows are often sorted by what they are
-            about.
+        num_held_out (`int`): The maximum number of lines that are held out. They are spread evenly over the file,
+            because rows are often sorted by topic.
 
     Returns:
-        `tuple[int, int]`: How many lines each of them has.
+        `tuple[int, int]`: The number of lines in `train` and in `held_out`.
     """
     with path.open("rb") as file:
         num_lines = sum(1 for _ in file)
@@ -522,15 +525,16 @@ def load_rows(
     """Yields the rows of a set as `{"id", "messages", "images"?, "chat_template_kwargs"?}`.
 
     Args:
-        source (`str`): A file (`.jsonl`, `.json`, `.parquet`, `.txt` with a prompt a line), a folder or a Hub set that
-            `datasets` loads: `ORG/NAME`, `ORG/NAME:CONFIG`, `ORG/NAME:CONFIG:SPLIT`; the split is `train` by default.
-        template (`str`, *optional*): What the user says, of rows of other columns: `"{question}"`.
-        streaming (`bool`): Fetch a set of the Hub row by row, and keep none.
-        num_rows (`int`, *optional*): How many rows to read.
-        images (`Path`, *optional*): Folder for images that a row holds as bytes.
+        source (`str`): A file (`.jsonl`, `.json`, `.parquet`, `.txt` with one prompt per line), a folder or a Hub set
+            that `datasets` loads: `ORG/NAME`, `ORG/NAME:CONFIG`, `ORG/NAME:CONFIG:SPLIT`. The default split is
+            `train`.
+        template (`str`, *optional*): For rows with other columns, the text of the user's turn: `"{question}"`.
+        streaming (`bool`): Whether a set of the Hub is fetched row by row, without storing it.
+        num_rows (`int`, *optional*): The number of rows to read.
+        images (`Path`, *optional*): The folder for images that a row holds as bytes.
 
     Raises:
-        ValueError: Naming the row that cannot be read.
+        ValueError: If a row cannot be read. The message names the row.
     """
     _check_num_rows(num_rows)
     rows = open_source(source, streaming=streaming).rows()

@@ -1,4 +1,4 @@
-"""How far answering has come, for who waits: a bar on a terminal, and a line every minute elsewhere."""
+"""This module shows the progress of answering: a bar on a terminal, or a line per minute elsewhere."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rich.progress import (
 
 SECONDS_BETWEEN_LINES = 60.0
 RATE_SECONDS = (
-    300.0  # that the time left is estimated over: answers of very different length come in between
+    300.0  # the time left is estimated over this time, because answers differ greatly in length
 )
 
 
 class AnswerProgress:
-    """Rows done, tokens per second and the time left, on standard error.
+    """Counts answered rows and their tokens, and shows rate and time left on standard error.
 
     Args:
-        is_shown (`bool`): Whether this process shows them.
+        is_shown (`bool`): Whether this process shows the progress.
     """
 
     def __init__(self, is_shown: bool = True) -> None:
@@ -45,30 +45,30 @@ class AnswerProgress:
         self._task = self.bar.add_task("answers", total=0, rate="")
         self.num_expected = 0
         self.num_done = 0
-        self.num_new = 0  # of them in this run
-        self.num_tokens = 0  # of those
+        self.num_new = 0  # rows that this run has done
+        self.num_tokens = 0  # tokens of the answers in these rows
         self._began = time.monotonic()
         self._told = self._began
 
     def __enter__(self) -> Self:
-        """Begins to count the time."""
+        """Starts the time and the bar."""
         self._began = time.monotonic()
         self._told = self._began
         self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves the bar as it is."""
+        """Stops the bar, which stays visible."""
         self.bar.stop()
 
     def expect(self, rows: int, done: int = 0) -> None:
-        """Adds rows that are to be answered, some of which an earlier run has done."""
+        """Adds rows that should be answered. An earlier run has answered `done` of them."""
         self.num_expected += rows
         self.num_done += done
         self._show()
 
     def add(self, rows: int, tokens: int) -> None:
-        """Adds rows that have been done, and the tokens of their answers."""
+        """Adds rows that are done now, and the number of tokens of their answers."""
         self.num_done += rows
         self.num_new += rows
         self.num_tokens += tokens
@@ -76,11 +76,11 @@ class AnswerProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of answers per second so far."""
+        """The mean number of answer tokens per second so far."""
         return self.num_tokens / max(time.monotonic() - self._began, 1e-9)
 
     def line(self) -> str:
-        """Returns all of it as a line of text."""
+        """Returns the progress as a line of text."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         rate = self.num_new / seconds
         left = "unknown"
@@ -101,6 +101,6 @@ class AnswerProgress:
 
 
 def _as_clock(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds."""
+    """Formats seconds as hours, minutes and seconds."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"

@@ -1,7 +1,8 @@
-"""Prompts that the target writes itself, where no data is at hand: what it puts into a user's turn that is empty.
+"""This module lets the target write prompts, for cases without data. The target continues an empty user turn.
 
-After Magpie (arXiv 2406.08464). A file of them is one of prepared rows, with the batch that each came from: it has
-random numbers of its own, so that a run that was killed ends as one that was not.
+The method is Magpie (arXiv 2406.08464). The file has the form of prepared rows, and each row has the number of its
+batch. Each batch has its own random numbers, so a run that was killed and continued writes the same file as a run
+without interruption.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dflash_hf.training.target_answers import (
 
 logger = logging.getLogger(__name__)
 
-# Batches one after the other of which nothing is kept, after which there is no hope.
+# The run ends after this number of consecutive batches without a new prompt.
 MAX_EMPTY_BATCHES = 8
 
 
@@ -41,7 +42,7 @@ class PromptSettings:
     Args:
         output (`Path`): The file to write, or to continue.
         num_prompts (`int`): Number of prompts.
-        max_new_tokens (`int`): Longest prompt in tokens. Unfinished prompts are left out.
+        max_new_tokens (`int`): The maximum number of tokens of a prompt. Unfinished prompts are left out.
         batch_size (`int`): Number of prompts that are written at once.
         temperature, top_p (`float`): Settings of sampling.
         seed (`int`): Seed for sampling.
@@ -58,10 +59,10 @@ class PromptSettings:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def check(self) -> None:
-        """Refuses settings that cannot be run.
+        """Refuses settings that are out of range.
 
         Raises:
-            ValueError: Naming the first of them.
+            ValueError: If a setting is refused. The message names the first such setting.
         """
         for name in ("num_prompts", "max_new_tokens", "batch_size"):
             value = getattr(self, name)
@@ -135,12 +136,12 @@ def write_prompts(
 
 
 def _written_before(path: Path) -> tuple[set[str], int]:
-    """The ids of the prompts that a file has, and the batch to go on with."""
+    """Returns the ids of the prompts in a file, and the number of the batch to continue with."""
     seen: set[str] = set()
     number = 0
     if path.is_file():
         for row in RowFile(path):
             seen.add(row["id"])
-            # Once more: not all of it may be there
+            # The last batch runs again, because the file may not have all of its prompts.
             number = max(number, row.get("batch", 0))
     return seen, number

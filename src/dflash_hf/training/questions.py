@@ -1,4 +1,4 @@
-"""What is asked of prepared conversations, round by round, with no conversation in memory."""
+"""This module lists the questions of prepared conversations, round by round. It keeps no conversation in memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ NO_ANSWERS: Sequence[Mapping[str, Any]] = ()
 
 
 class Questions:
-    """The questions of one round, in the order of their conversations; each is built when it is asked for.
+    """The questions of one round, in the order of their conversations. Each question is built when it is read.
 
-    In memory are its id, the number of its row, and the places of the target's answers that stand in it.
+    Only the id of a question, the number of its row, and the places of the target's earlier answers in it are in
+    memory.
 
     Args:
-        common ([`Answering`]): The prompts' file, and how they are answered.
-        answers (`RowFile`): The answers that were there when the round began; none in the first one.
+        common ([`Answering`]): The prompts' file, and the settings of the answers.
+        answers (`RowFile`): The answers that existed when the round began. The first round has none.
     """
 
     def __init__(
@@ -46,16 +47,17 @@ class Questions:
         """Adds a question.
 
         Args:
-            name (`str`): Its id.
-            row (`int`): Of the prompts' file.
-            answers_before (`tuple[int, ...]`): Which rows of the answers' file stand in it, one for each earlier turn.
+            name (`str`): The id of the question.
+            row (`int`): The number of the row in the prompts' file.
+            answers_before (`tuple[int, ...]`): The numbers of the rows in the answers' file whose answers the question
+                contains, one for each earlier turn.
         """
         self.ids.append(name)
         self.rows.append(row)
         self.answers_before.append(answers_before)
 
     def built(self, row: Mapping[str, Any], answers_before: tuple[int, ...]) -> dict[str, Any]:
-        """Returns a row of prompts as a question behind some answers of the target, without an id."""
+        """Returns the question of a prompt's row after some answers of the target, without an id."""
         messages = self._messages(row["messages"], answers_before)
         question: dict[str, Any] = {"messages": messages}
         images = _images_up_to(row, messages)
@@ -69,7 +71,7 @@ class Questions:
     def _messages(
         self, messages: list[dict[str, Any]], answers_before: tuple[int, ...]
     ) -> list[dict[str, Any]]:
-        """The messages up to the turn that is asked, with the target's own answers to the turns before it."""
+        """Returns the messages up to the turn to answer, with the target's own answers to the earlier turns."""
         users = _users(messages)
         if self.common.settings.turns == "last":
             return messages[: users[-1] + 1]
@@ -83,13 +85,13 @@ class Questions:
 
 
 def first_questions(common: Answering, seen: set[str]) -> Questions:
-    """Returns what is asked of each conversation first, in their order.
+    """Returns the first question of each conversation, in the order of the conversations.
 
     Args:
-        seen (set of `str`): Ids of what has been asked; those of the round are added.
+        seen (set of `str`): The ids of earlier questions. The ids of this round are added.
 
     Raises:
-        ValueError: If a row is no conversation, naming its line.
+        ValueError: If a row is no conversation. The message names its line.
     """
     rows = common.prompts
     asked = Questions(common)
@@ -105,11 +107,11 @@ def first_questions(common: Answering, seen: set[str]) -> Questions:
 
 
 def next_questions(common: Answering, asked: Questions, seen: set[str]) -> Questions:
-    """Returns what is asked behind the answers to the questions of a round; nothing where the last turn is answered.
+    """Returns the questions that follow the answers to the questions of a round. With `turns="last"` there are none.
 
     Args:
-        asked ([`Questions`]): That round.
-        seen (set of `str`): Ids of what has been asked; those of the round are added.
+        asked ([`Questions`]): The questions of this round.
+        seen (set of `str`): The ids of earlier questions. The ids of the next round are added.
     """
     output = common.settings.output
     if common.settings.turns == "last" or not output.is_file():
@@ -137,7 +139,7 @@ def _add_unless_seen(
     answers_before: tuple[int, ...],
     seen: set[str],
 ) -> None:
-    """Adds the question of a row behind some answers, unless it has been asked."""
+    """Adds the question of a row after some answers, unless the same question has been asked already."""
     name = content_id(asked.built(row, answers_before))
     if name in seen:
         asked.common.report.left_out["duplicates"] += 1
@@ -147,12 +149,12 @@ def _add_unless_seen(
 
 
 def _users(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Which messages are the user's."""
+    """Returns the indices of the user's messages."""
     return [at for at, message in enumerate(messages) if message["role"] == "user"]
 
 
 def _has_turn_behind(messages: Sequence[Mapping[str, Any]], num_answered: int) -> bool:
-    """Whether the user says something behind the turns that were answered, with nothing but an answer between them."""
+    """Says whether another user turn follows the answered turns, with only assistant messages between them."""
     users = _users(messages)
     if num_answered >= len(users):
         return False
@@ -161,10 +163,10 @@ def _has_turn_behind(messages: Sequence[Mapping[str, Any]], num_answered: int) -
 
 
 def _images_up_to(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns those of a row's column of images whose places are in its first messages.
+    """Returns the images of a row's column whose places are in the first messages.
 
-    All of them where there are not as many places: without places they go into the user's first turn, and what else
-    is wrong is told where the row is read.
+    If the number of images is not the number of places, all images are returned. Images without places are put into
+    the user's first turn. Other mismatches raise an error when the row is read.
     """
     images: Any = row.get("images")
     is_placed = isinstance(images, list) and len(images) == _num_places(row["messages"])
@@ -174,6 +176,6 @@ def _images_up_to(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]])
 
 
 def _num_places(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How many blocks of images some messages have that are without an image of their own."""
+    """Returns the number of image blocks in some messages that have no image of their own."""
     images = [block for block in blocks_of(messages) if block["type"] == "image"]
     return sum(block.keys().isdisjoint(SOURCES) for block in images)

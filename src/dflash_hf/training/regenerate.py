@@ -1,12 +1,13 @@
-"""The second stage of training: the target's own answers to prepared conversations, written as they come.
+"""This module is the second stage of training: the target answers prepared conversations, and the answers are written.
 
-A row of the file is a prompt with its answer: `id` (of the prompt), `messages`, `images` and `chat_template_kwargs`
-where there are any, `answer_ids` (its end token included), `finished` (whether it came to that), `num_tokens` (of
-both). Beside it stands which target wrote it, and how.
+A row of the file is a prompt with its answer. Its columns are `id` (of the prompt), `messages`, `images` and
+`chat_template_kwargs` if there are any, `answer_ids` (including the end token), `finished` (whether the answer has an
+end token) and `num_tokens` (of prompt and answer). The `.meta.json` file beside it names the target and the settings.
 
-Servers answer in any order, with random numbers of the row ([`ServedAnswers`]). The target itself answers in batches:
-a batch is on the disk before the next one is asked, and a batch of which a row is missing is asked again, with the
-same random numbers. So a run that was killed ends as one that was not, and several processes write what one would.
+Servers answer in any order, with random numbers that depend on the row ([`ServedAnswers`]). The target itself answers
+in batches. A batch is on the disk before the next one begins. A batch with a missing row is answered again, with the
+same random numbers. So a run that was killed and continued writes the same answers as a run without interruption, and
+several processes write the same answers as one process.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class NoAnswersError(ValueError):
-    """None of the prompts has an answer, and none is asked again."""
+    """Raised if no prompt has an answer, and no prompt is left to be asked."""
 
 
 def regenerate(
@@ -51,17 +52,18 @@ def regenerate(
     draft: PreTrainedModel | None = None,
     ranks: Ranks = ALONE,
 ) -> Regenerated:
-    """Lets the target answer prepared conversations; goes on with a file that is there.
+    """Lets the target answer prepared conversations. A file that exists is continued.
 
     Args:
         target (`PreTrainedModel` or sequence of [`OpenAIClient`]): The target, or servers that run it.
-        draft (`PreTrainedModel`, *optional*): A draft of the target's to be faster: greedy answers are the same.
-        ranks ([`Ranks`]): The processes that share the work; not for servers.
+        draft (`PreTrainedModel`, *optional*): A draft for the target, which makes it faster. Greedy answers are the
+            same.
+        ranks ([`Ranks`]): The processes that share the work. Servers do not use it.
 
     Raises:
-        ValueError: If the prompts cannot be read (naming the line), the file was begun by another target or with other
-            settings, the disk is full, or no server answers. What has been answered is kept.
-        NoAnswersError: If no prompt has an answer in the end.
+        ValueError: If the prompts cannot be read (the message names the line), the file was begun by another target or
+            with other settings, the disk is full, or no server answers. The answers so far are kept.
+        NoAnswersError: If no prompt has an answer at the end.
     """
     settings.check()
     common = Answering(
@@ -83,7 +85,7 @@ def regenerate(
     ranks.wait()
     report = common.report
     done = _done(settings)
-    # Nobody appends to a file that another one still reads.
+    # No process appends to a file before all processes have read it.
     ranks.wait()
     began = time.monotonic()
     with common.progress as progress:
@@ -107,10 +109,10 @@ def regenerate(
 def check_answers(path: Path, target: PreTrainedModel, processing_class: Processing) -> None:
     """Refuses answers that another target wrote.
 
-    A file that does not say who wrote it is accepted. Answers of a server are compared by their chat template alone.
+    A file that does not name its target is accepted. For answers of a server, only the chat template is compared.
 
     Raises:
-        ValueError: If the target or its chat template has changed since.
+        ValueError: If the target or its chat template has changed since the answers were written.
     """
     if not meta_path(path).is_file():
         logger.info("nothing stands beside %s that says which target wrote its answers", path)
@@ -132,10 +134,10 @@ def check_answers(path: Path, target: PreTrainedModel, processing_class: Process
 
 
 def _begin(common: Answering, target: Mapping[str, Any]) -> None:
-    """Says beside the answers what they are of; refuses those of an earlier run that are of something else.
+    """Writes the target and the settings beside the answers, or refuses answers of a run with other ones.
 
     Args:
-        target (mapping): What tells the target from another one.
+        target (mapping): The values that identify the target.
     """
     settings = common.settings
     made = {
@@ -156,20 +158,20 @@ def _begin(common: Answering, target: Mapping[str, Any]) -> None:
 
 
 def _done(settings: RegenerateSettings) -> set[str]:
-    """Returns the ids of prompts that have an answer, or none for good."""
+    """Returns the ids of prompts that have an answer, or that no server could answer."""
     answered = {row["id"] for path in settings.files() for row in answers_in(path)}
     return answered | _without_answer(settings)
 
 
 def _without_answer(settings: RegenerateSettings) -> set[str]:
-    """The ids of prompts that no server could answer."""
+    """Returns the ids of prompts that no server could answer."""
     if not settings.errors.is_file():
         return set()
     return {row["id"] for row in RowFile(settings.errors)}
 
 
 def _count(common: Answering) -> None:
-    """Counts what there is in the end."""
+    """Counts the answers and errors at the end of a run."""
     report = common.report
     for row in answers_in(common.settings.output):
         report.num_answers += 1

@@ -1,7 +1,7 @@
-"""Prompts answered by servers: each row is written when its answer comes, whatever the others do.
+"""This module lets servers answer prompts. Each row is written as soon as its answer arrives.
 
-What no server can answer goes into a file of errors, with the line of the prompt and the reason, and
-is not asked again.
+A prompt that no server can answer is written to a file of errors, with its line and the reason, and is not asked
+again.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from dflash_hf.training.questions import Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool
 
-# Prompts that are tokenized at once, while servers answer others.
+# The number of prompts that are tokenized at once, while servers answer other prompts.
 CHUNK = 32
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptJob(Job):
-    """A prompt that is to be answered.
+    """A prompt that a server should answer.
 
     Args:
-        row (`int`): Of the prompts' file.
-        question (`dict`): As it stands beside the prompts.
-        placed (mapping): With whole paths of its images.
-        length (`int`): Tokens of the prompt; near, where it has images.
+        row (`int`): The number of the row in the prompts' file.
+        question (`dict`): The prompt. The paths of its images are relative to the folder of the prompts.
+        placed (mapping): The prompt with full paths of its images.
+        length (`int`): The number of tokens of the prompt. It is approximate if the prompt has images.
     """
 
     row: int
@@ -48,11 +48,11 @@ class PromptJob(Job):
 
 
 class ServedAnswers:
-    """Has servers answer prompts.
+    """Lets servers answer prompts.
 
     Args:
-        common ([`Answering`]): How, and where to write.
-        servers (sequence of [`OpenAIClient`]): They run the target.
+        common ([`Answering`]): The settings of the answers, and the file to write.
+        servers (sequence of [`OpenAIClient`]): The servers that run the target.
     """
 
     def __init__(self, common: Answering, servers: Sequence[OpenAIClient]) -> None:
@@ -67,7 +67,7 @@ class ServedAnswers:
         self.errors = RowAppender(self.settings.errors)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what tells the target from another one: its name. Where it is served is nothing of it.
+        """Returns the target's name, which identifies it. The addresses of the servers do not count.
 
         Raises:
             ValueError: If a server does not answer, or does not run the target.
@@ -75,14 +75,14 @@ class ServedAnswers:
         return {"server_model": check_servers(self.servers, self.check)}
 
     def answer(self, questions: Questions, done: Set[str]) -> None:
-        """Has those answered that are not done.
+        """Lets the servers answer the questions that are not done.
 
         Args:
-            done (set of `str`): Ids of what has an answer, or none for good.
+            done (set of `str`): The ids of questions that have an answer, or that no server could answer.
 
         Raises:
-            ValueError: If no server answers any more, one makes other prompts than before, or the disk is full. What
-                has been answered is kept.
+            ValueError: If no server answers any more, a server encodes prompts differently than before, or the disk is
+                full. The answers so far are kept.
         """
         pending = [at for at, name in enumerate(questions.ids) if name not in done]
         self.common.progress.expect(len(questions), len(questions) - len(pending))
@@ -102,7 +102,7 @@ class ServedAnswers:
                 run_async(answer)
 
     def _jobs(self, questions: Questions, pending: Sequence[int]) -> Iterator[PromptJob]:
-        """Yields the pending prompts that are short enough, read some at a time."""
+        """Yields the pending prompts that are short enough. They are read in chunks."""
         limit = self.settings.max_length
         for start in range(0, len(pending), CHUNK):
             part = [_of_today(questions[at]) for at in pending[start : start + CHUNK]]
@@ -117,7 +117,7 @@ class ServedAnswers:
                     yield PromptJob(row=row, question=question, placed=whole, length=length)
 
     async def _ask(self, server: OpenAIClient, job: PromptJob) -> None:
-        """Has a server answer a prompt, and writes the answer."""
+        """Lets a server answer a prompt, and writes the answer."""
         body = request_of(self.common.template, job.placed, self.settings.of_server(job.row))
         reply = await server.ask(body)
         has_image = has_images(job.placed)
@@ -139,7 +139,7 @@ class ServedAnswers:
 
 
 def _of_today(asked: Question) -> Question:
-    """A question with the day that a server writes in its prompt: its own template says today's."""
+    """Returns a question with today's date as its `prompt_date`, because a server's template writes today's date."""
     row, question = asked
     if "prompt_date" not in question:
         return asked

@@ -1,9 +1,9 @@
-"""Hidden states of a target that vLLM servers run: a target that is larger than the GPUs of the training.
+"""This module gets the tapped states of a target from vLLM servers, for targets that do not fit beside the training.
 
 A server is started with `--speculative-config '{"method": "extract_hidden_states", ...}'` and the connector
-`ExampleHiddenStatesConnector` (docs/training.md has the whole command). A request whose prompt is an example's tokens
-leaves a safetensors file with `hidden_states` `[T, L, D]` and `token_ids` `[T]`, which the reply names. The server
-keeps a lock on the file `PATH.lock` beside it until it is written.
+`ExampleHiddenStatesConnector` (docs/training.md has the whole command). A request has the tokens of an example as its
+prompt. For each request, the server writes a safetensors file with `hidden_states` `[T, L, D]` and `token_ids` `[T]`,
+and its reply names the file. Until the file is complete, the server holds a lock on the file `PATH.lock` beside it.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from dflash_hf.errors import listed, one_line, require
 from dflash_hf.training.example import Example
 from dflash_hf.training.server_pool import Job, OtherPromptError, ServerPool, ended
 
-# Files that a server writes and nobody has read yet: they may be in memory (/dev/shm).
+# The limit bounds the files that are not read yet, because they may be in memory (/dev/shm).
 REQUESTS_AT_ONCE = 32
 LONGEST_WRITE = 60.0  # seconds that a server may take to write a file
-LOCK_CHECK = 0.02  # seconds between two looks at a lock
-# Tokens that every vocabulary has: a server is asked for their states to see whether it does what it should.
+LOCK_CHECK = 0.02  # seconds between two checks of a lock
+# These token ids exist in every vocabulary. Requests for their states check that a server works as expected.
 SHORT_TEXT = (1, 2, 3, 4)
 
 
 def layer_ids(config: DFlashConfig) -> list[int]:
-    """Returns the tapped layers as vLLM counts them: 0 is the embedding's output, and ours begin behind layer 0."""
+    """Returns the tapped layers as vLLM counts them: 0 is the embedding's output, and 1 is the output of layer 0."""
     return [layer + 1 for layer in config.target_layer_ids]
 
 
 @dataclass(slots=True, kw_only=True)
 class FeatureJob(Job):
-    """An example whose states are asked for."""
+    """An example whose states are requested."""
 
     example: Example
 
 
 class ServedFeatures:
-    """Has servers compute the tapped states of examples.
+    """Lets servers compute the tapped states of examples.
 
     Args:
-        servers (sequence of [`OpenAIClient`]): They run the target.
-        config ([`DFlashConfig`]): The draft's: how many layers of what width are tapped.
-        dtype (`torch.dtype`): Of the states that are kept, the target's.
+        servers (sequence of [`OpenAIClient`]): The servers that run the target.
+        config ([`DFlashConfig`]): The draft's config. It says how many layers are tapped, and their width.
+        dtype (`torch.dtype`): The dtype of the returned states, which is the target's dtype.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class ServedFeatures:
         self._refused: list[str] = []
 
     def check(self) -> None:
-        """Asks each server for the states of a short text.
+        """Requests the states of a short text from each server.
 
         Raises:
-            ValueError: If a server does not answer, stores no states, or stores another number of layers, or layers of
-                another width, than the draft taps. Which layers they are cannot be seen.
+            ValueError: If a server does not answer or stores no states, or if the number or width of the stored layers
+                is not that of the draft's taps. This check cannot see which layers the server stores.
         """
 
         async def ask() -> None:
@@ -86,12 +86,12 @@ class ServedFeatures:
             raise ended(self.servers, error) from error
 
     def compute(self, examples: Iterable[Example], keep: Callable[[Example, Tensor], None]) -> None:
-        """Has the states of all examples computed, in any order.
+        """Lets the servers compute the states of all examples, in any order.
 
         Args:
-            examples (iterable of [`Example`]): Without images.
-            keep (callable): Is given each example with its states, `[T, L * D]`, on the CPU. A `ValueError` of it
-                refuses the example.
+            examples (iterable of [`Example`]): The examples. They must be text without images.
+            keep (callable): It is called with each example and its states, `[T, L * D]`, on the CPU. If it raises
+                `ValueError`, the example counts as refused.
 
         Raises:
             ValueError: If an example has images, no server answers any more, or a server refuses an example.
@@ -103,7 +103,7 @@ class ServedFeatures:
             states = await self._states(server, job.example.input_ids)
             try:
                 keep(job.example, states)
-            except ValueError as error:  # asking again gives the same states
+            except ValueError as error:  # another request would give the same states
                 raise OtherPromptError(str(error)) from error
 
         async def ask_again(server: OpenAIClient) -> None:
@@ -137,7 +137,7 @@ class ServedFeatures:
         self._refused.append(f"{len(job.example.input_ids)} tokens: {reason}")
 
     async def _states(self, server: OpenAIClient, token_ids: Sequence[int]) -> Tensor:
-        """The tapped states of some tokens, `[T, L * D]`; the server's file is removed."""
+        """Returns the tapped states `[T, L * D]` of some tokens, and removes the server's file."""
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0}
         reply = await server.complete(body)
         stored = reply.get("kv_transfer_params") or {}
@@ -163,10 +163,10 @@ class ServedFeatures:
 
 
 def read_file(path: Path, url: str) -> dict[str, Tensor]:
-    """Reads a file of a server when it is written, and removes it with its lock.
+    """Waits until a server's file is complete, reads it, and removes it with its lock.
 
     Raises:
-        OtherPromptError: If it is not there or not whole: asking again would give the same.
+        OtherPromptError: If the file does not exist or cannot be read. Another request would not help.
     """
     lock = path.with_name(f"{path.name}.lock")
     try:
@@ -183,10 +183,10 @@ def read_file(path: Path, url: str) -> dict[str, Tensor]:
 
 
 def wait_for_writer(lock: Path) -> None:
-    """Waits until a server lets go of a lock; returns at once where there is none.
+    """Waits until a server releases a lock. Returns immediately if there is no lock.
 
     Raises:
-        ValueError: If it holds the lock for a minute, so that the example is asked for again.
+        ValueError: If the server holds the lock for more than a minute. The example is then requested again.
     """
     if not lock.exists():
         return

@@ -1,7 +1,8 @@
-"""Servers that answer in the target's place.
+"""This module checks servers that answer instead of a local target, builds their requests and reads their answers.
 
-They have to run the target. Token ids are those that a server tells (vLLM does); the text of others is tokenized
-again. Their prompts have to be ours: else the chat template or the tokenizer is another one.
+The servers must run the target. If a server returns token ids (vLLM does), these ids are used. Otherwise the text is
+tokenized again. The server must encode a prompt into the same tokens as the local processor. Different tokens mean
+that its chat template or its tokenizer is not the target's.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ HELLO_TOKENS = 8
 
 
 class ServerCheck:
-    """A short question that tells whether a server runs the target as it is trained for.
+    """A short question that checks whether a server has the target's tokenizer and chat template.
 
     Args:
-        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's.
-        chat_template_kwargs (mapping): Of the prompts.
-        sampling (mapping): Of all requests: `temperature`, `top_p`, `seed` ...
+        processing_class (`PreTrainedTokenizerBase` or `ProcessorMixin`): The target's tokenizer or processor.
+        chat_template_kwargs (mapping): The options of the chat template in the prompts.
+        sampling (mapping): The sampling options of all requests, such as `temperature`, `top_p` and `seed`.
     """
 
     def __init__(
@@ -50,12 +51,12 @@ class ServerCheck:
         self.prompt = ChatDataset([row], processing_class, answers=[[]])[0].input_ids
 
     async def ask(self, server: OpenAIClient) -> None:
-        """Asks a server.
+        """Asks a server the question.
 
         Raises:
-            OtherPromptError: If it has another tokenizer or chat template.
-            httpx.HTTPError: If it cannot be reached, or refuses.
-            ValueError: If its answer is no text, or has another form.
+            OtherPromptError: If the server has another tokenizer or chat template.
+            httpx.HTTPError: If the server cannot be reached, or refuses the request.
+            ValueError: If the answer has no text, or another form.
         """
         reply = await server.ask(self.body)
         checked_answer(server, self.template, reply, len(self.prompt))
@@ -67,14 +68,14 @@ class ServerCheck:
 
 
 def check_servers(servers: Sequence[OpenAIClient], check: ServerCheck) -> str:
-    """Asks each server for a short answer, and refuses one that does not run the target as it is trained for.
+    """Asks each server a short question, and refuses a server with another model, tokenizer or chat template.
 
     Returns:
-        `str`: What all of them call the target.
+        `str`: The name of the target, which is the same on all servers.
 
     Raises:
-        ValueError: If one cannot be reached, refuses, serves another model than the first, or has another tokenizer or
-            chat template.
+        ValueError: If a server cannot be reached, refuses the request, serves another model than the first server, or
+            has another tokenizer or chat template.
     """
 
     async def names_of_all() -> list[str]:
@@ -92,7 +93,7 @@ def check_servers(servers: Sequence[OpenAIClient], check: ServerCheck) -> str:
 
 
 async def _checked_name(server: OpenAIClient, check: ServerCheck) -> str:
-    """Returns what a server calls the target, if it runs the target."""
+    """Returns the name of the target on a server, after checking the server."""
     try:
         async with server:
             name = await server.model()
@@ -105,11 +106,11 @@ async def _checked_name(server: OpenAIClient, check: ServerCheck) -> str:
 def request_of(
     template: ChatTemplate, row: Mapping[str, Any], sampling: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns what a server is asked: a conversation and how to answer it.
+    """Returns the body of a request: a conversation and the options of the answer.
 
     Args:
-        row (mapping): `messages`, `images` where there are any, `chat_template_kwargs`.
-        sampling (mapping): `max_tokens`, `temperature`, `top_p`, `seed` ...
+        row (mapping): A row with `messages`, and optionally `images` and `chat_template_kwargs`.
+        sampling (mapping): Options such as `max_tokens`, `temperature`, `top_p` and `seed`.
     """
     messages = template.messages(row["messages"], row.get("images") or ())
     body = {"messages": sent_messages(messages), **sampling}
@@ -121,13 +122,13 @@ def request_of(
 def checked_answer(
     server: OpenAIClient, template: ChatTemplate, reply: ServerAnswer, length: int | None
 ) -> Answer:
-    """Returns an answer as tokens.
+    """Returns the tokens of a server's answer.
 
     Args:
-        length (`int`, *optional*): Tokens of the prompt; `None` where that is not known exactly.
+        length (`int`, *optional*): The number of tokens of the prompt, or `None` if it is not known exactly.
 
     Raises:
-        OtherPromptError: If it follows another prompt than ours, or a part of it is in no token and no text.
+        OtherPromptError: If the server's prompt has another length, or if the answer has thoughts apart from its text.
     """
     if length is not None and reply.prompt_tokens != length:
         raise OtherPromptError(

@@ -1,8 +1,9 @@
-"""Many jobs for several servers: each server has a number of requests in flight, and takes the next job when one ends.
+"""This module distributes many jobs over several servers. Each server has a fixed number of requests in flight.
 
-A server that fails is set aside and asked again later, with longer and longer pauses; the others go on with its jobs.
-A job that is refused for good (too long a prompt) is given up, and so is one that fails again and again at a server
-that does what it did before. No job ends the run: it ends where no server answers any more.
+A server that fails is set aside and tried again later, after longer and longer pauses. The other servers continue with
+its jobs. A job is given up if a server refuses it permanently (for example because its prompt is too long), or if it
+fails repeatedly while the server still answers the check. A failed job does not end the run. The run ends if no server
+answers any more.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ from dflash_hf.errors import is_ours, listed, one_line
 
 logger = logging.getLogger(__name__)
 
-# Statuses with which a server refuses a request for good: it is malformed, too large, or of the wrong form.
+# Statuses with which a server permanently refuses a request: it is malformed, too large, or of the wrong form.
 FOR_GOOD = (400, 413, 422)
-# Statuses of a server, or of what stands before it, that cannot answer anybody at the moment.
+# Statuses of a server, or of a proxy before it, that cannot answer any request at the moment.
 BUSY = (429, 502, 503, 504)
-MAX_FAILURES = 5  # of a job, until it is given up
-FAILURES_ASIDE = 3  # of a server in a row, until it is set aside
+MAX_FAILURES = 5  # failures of a job until it is given up, if its server passes the check
+FAILURES_ASIDE = 3  # consecutive failures of a server until it is set aside
 FIRST_PAUSE = 1.0  # seconds
 LONGEST_PAUSE = 10.0
-LONGEST_ASKED_PAUSE = 300.0  # that a server can ask for
-# Seconds for which no server answers, until the run ends: one that is started again loads its weights first.
+LONGEST_ASKED_PAUSE = 300.0  # the longest pause that a server can request
+# The run ends if no server answers for this number of seconds. A restarted server first has to load its weights.
 PATIENCE = 1800.0
-# Jobs that wait in the queue for each one in flight: they are made when they are needed.
+# The queue holds this number of jobs per request in flight. Jobs are made when they are needed.
 QUEUED_PER_REQUEST = 2
 QUEUE_CHECK_SECONDS = 0.05
 
 
 class OtherPromptError(ValueError):
-    """Raised for an answer to another prompt than ours, or in another form: asking again gives the same."""
+    """Raised for an answer to another prompt, or in another form. Another request would give the same answer."""
 
 
 @dataclass(slots=True)
 class Job:
-    """Something that a server is to do.
+    """A job for a server.
 
     Args:
-        num_failures (`int`): How often a server failed with it.
+        num_failures (`int`): The number of times that the job has failed.
     """
 
     num_failures: int = 0
@@ -59,7 +60,7 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 
 @dataclass(slots=True)
 class _Server:
-    """A server, and how it does."""
+    """A server and its state."""
 
     client: OpenAIClient
     is_well: asyncio.Event = field(default_factory=asyncio.Event)
@@ -77,15 +78,16 @@ class _Server:
 
 
 class ServerPool(Generic[AnyJob]):
-    """Servers that share jobs.
+    """A pool of servers that share jobs.
 
     Args:
-        clients (sequence of [`OpenAIClient`]): The servers.
-        at_once (`int`): Requests in flight for each.
-        ask (callable): Has a client do a job, and keeps the result. It raises what the client raises, and
+        clients (iterable of [`OpenAIClient`]): The servers.
+        at_once (`int`): The number of requests in flight for each server.
+        ask (callable): Lets a client do a job, and keeps the result. It raises the errors of the client, and
             [`OtherPromptError`].
-        check (callable): Has a client do what it did before, to tell whose fault a failure is. It raises the same.
-        give_up (callable): Takes a job that no server can do, and the reason.
+        check (callable): Repeats a request that a client has answered before, to find out whether the server or the
+            job causes a failure. It raises the same errors.
+        give_up (callable): It is called with a job that no server can do, and the reason.
     """
 
     def __init__(
@@ -105,13 +107,13 @@ class ServerPool(Generic[AnyJob]):
         self._returns: set[asyncio.Task[None]] = set()
 
     async def run(self, jobs: Iterable[AnyJob]) -> None:
-        """Has all jobs done or given up.
+        """Runs until all jobs are done or given up.
 
         Args:
-            jobs (iterable): Read as far as they are needed.
+            jobs (iterable): The jobs. They are read when they are needed.
 
         Raises:
-            ValueError: If no server answers any more, or one makes other prompts than before.
+            ValueError: If no server answers any more, or a server encodes prompts differently than before.
         """
         try:
             async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
@@ -132,7 +134,7 @@ class ServerPool(Generic[AnyJob]):
             raise errors.exceptions[0] from None
 
     async def _feed(self, jobs: Iterable[AnyJob]) -> None:
-        """Puts jobs into the queue, a few more than there are requests in flight."""
+        """Puts jobs into the queue, which holds only a few more jobs than requests in flight."""
         most = QUEUED_PER_REQUEST * self.at_once * len(self.servers)
         for job in jobs:
             while self._jobs.qsize() >= most:
@@ -141,18 +143,18 @@ class ServerPool(Generic[AnyJob]):
             await asyncio.sleep(0)
 
     async def _work(self, server: _Server) -> None:
-        """Is one of a server's requests in flight, again and again."""
+        """Takes a job, sends it to a server, and repeats this. There is one such task per request in flight."""
         while True:
             await server.is_well.wait()
             job = await self._jobs.get()
             if server.is_well.is_set():
                 await self._try(server, job)
-            else:  # set aside while this waited for a job
+            else:  # the server was set aside while this task waited for a job
                 self._jobs.put_nowait(job)
             self._jobs.task_done()
 
     async def _try(self, server: _Server, job: AnyJob) -> None:
-        """Has a server do a job; puts it back, or gives it up, where the server cannot."""
+        """Lets a server do a job. If the server fails, the job is put back into the queue or given up."""
         try:
             await self.ask(server.client, job)
         except NoTextError as error:
@@ -162,7 +164,7 @@ class ServerPool(Generic[AnyJob]):
             await self._doubt(server, job, error)
         except httpx.HTTPStatusError as error:
             await self._take_status(server, job, error)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # nobody has seen the job
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:  # job not sent
             self._set_aside(server, error)
             self._jobs.put_nowait(job)
         except (httpx.HTTPError, ValueError) as error:
@@ -173,7 +175,7 @@ class ServerPool(Generic[AnyJob]):
     async def _take_status(
         self, server: _Server, job: AnyJob, error: httpx.HTTPStatusError
     ) -> None:
-        """Does what a status of the server's asks for."""
+        """Handles an error status of a server: gives the job up, sets the server aside, or counts a failure."""
         status = error.response.status_code
         if status in FOR_GOOD:
             server.succeed()
@@ -185,7 +187,7 @@ class ServerPool(Generic[AnyJob]):
             await self._fail(server, job, error)
 
     async def _fail(self, server: _Server, job: AnyJob, error: Exception) -> None:
-        """Counts a failure that may be the job's fault or the server's, and tries the job again behind the others."""
+        """Counts a failure of job and server, and puts the job at the end of the queue, or doubts it."""
         job.num_failures += 1
         server.num_failures += 1
         self._check_patience(error)
@@ -198,7 +200,7 @@ class ServerPool(Generic[AnyJob]):
         self._jobs.put_nowait(job)
 
     async def _doubt(self, server: _Server, job: AnyJob, error: Exception) -> None:
-        """Gives a job up if its server still does what it did before; else it is the server's fault."""
+        """Gives a job up if its server passes the check. Otherwise sets the server aside and puts the job back."""
         try:
             await self.check(server.client)
         except OtherPromptError:
@@ -212,7 +214,7 @@ class ServerPool(Generic[AnyJob]):
             self.give_up(job, one_line(error))
 
     def _set_aside(self, server: _Server, error: Exception, seconds: float = 0.0) -> None:
-        """Asks a server for nothing until it is well again, and not before some seconds have gone by."""
+        """Stops sending jobs to a server until it answers again, but at least for some seconds."""
         if not server.is_well.is_set():
             return
         server.is_well.clear()
@@ -225,7 +227,7 @@ class ServerPool(Generic[AnyJob]):
         task.add_done_callback(self._returns.discard)
 
     async def _bring_back(self, server: _Server, seconds: float) -> None:
-        """Waits until a server is there again."""
+        """Waits until a server answers again, and then lets it take jobs."""
         while True:
             await asyncio.sleep(max(seconds, _pause(server.num_pauses)))
             server.num_pauses += 1
@@ -239,7 +241,7 @@ class ServerPool(Generic[AnyJob]):
         server.is_well.set()
 
     def _check_patience(self, error: Exception) -> None:
-        """Ends the run where no server has answered for too long."""
+        """Ends the run if no server has answered for too long."""
         latest = max(server.last_success for server in self.servers)
         are_failing = all(server.is_failing() for server in self.servers)
         if are_failing and time.monotonic() - latest > PATIENCE:
@@ -247,7 +249,7 @@ class ServerPool(Generic[AnyJob]):
 
 
 def ended(clients: Iterable[OpenAIClient], error: Exception) -> ValueError:
-    """Returns the error of servers that do not answer; one that says what is expected stays as it is."""
+    """Returns the error for servers that do not answer. The text of an error of this package is kept."""
     reason = one_line(error)
     if is_ours(error):
         return ValueError(reason)
@@ -259,13 +261,13 @@ def ended(clients: Iterable[OpenAIClient], error: Exception) -> ValueError:
 
 
 def _pause(number: int) -> float:
-    """Seconds before the next try, the first one's number 0: twice as long each time, and never all at once."""
+    """Returns the seconds before retry `number` (from 0). They double each time, and are random to spread retries."""
     longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(number, 30))
     return longest * random.uniform(0.5, 1.0)
 
 
 def _asked_pause(response: httpx.Response) -> float:
-    """Seconds for which a server asks to be left alone; 0 where it does not say, or gives a date."""
+    """Returns the seconds of a response's `Retry-After` header, or 0 if it has none or gives a date."""
     text = response.headers.get("retry-after", "")
     if not text.strip().isdigit():
         return 0.0

@@ -1,4 +1,4 @@
-"""The target's own answers to prompts with and without images, in left-padded batches."""
+"""This module lets the target answer prompts with or without images, in left-padded batches."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def regenerate_answers(
 
     Args:
         target (`PreTrainedModel`): The target.
-        prompts (sequence): Prompts, generation prompt included. Each is a list of ids, the output of a processor for
-            one prompt (images included), or an [`Example`] without an answer. Only the prompts of one batch are in
-            memory, so a sequence may build them when they are read; see [`ChatDataset`].
-        max_new_tokens (`int`): Longest answer in tokens.
-        eos_token_id (`int` or `list[int]`): Tokens that end an answer; `[]` if only the limit does.
+        prompts (sequence): Prompts with their generation prompt. Each is a list of ids, the output of a processor for
+            one prompt (including images), or an [`Example`] without an answer. If the sequence has `lengths` (like
+            [`ChatDataset`]), its prompts are built when they are read, and only those of one batch are in memory.
+        max_new_tokens (`int`): The maximum number of tokens of an answer.
+        eos_token_id (`int` or `list[int]`): The tokens that end an answer, or `[]` if only the limit does.
         pad_token_id (`int`): The tokenizer's pad token.
         batch_size (`int`): Prompts per call.
-        guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, its end token included.
-            One forward tells whether the target would write this answer. Only the other answers are generated. An
+        guesses (sequence of sequences of `int`, *optional*): A likely answer to each prompt, including its end token.
+            One forward finds out whether the target would write this answer. Only the other answers are generated. An
             empty guess counts as no guess.
-        draft (`PreTrainedModel`, *optional*): A draft of the target, which makes the call faster. The answers are the
+        draft (`PreTrainedModel`, *optional*): A draft for the target, which makes the call faster. The answers are the
             same.
 
     Returns:
-        `list[list[int]]`: Answer ids, the end token included unless the limit came first.
+        `list[list[int]]`: The tokens of each answer, including the end token unless the limit came first.
 
     Raises:
         ValueError: If there are not as many guesses as prompts, or a prompt holds an answer.
@@ -67,7 +67,7 @@ def regenerate_answers(
     for index, guess in enumerate(guesses):
         if confirmed[index] and len(guess) <= max_new_tokens:
             answers[index] = list(guess)
-    # A batch runs as long as its longest answer, for which a guess is the best sign there is.
+    # A batch runs until its longest answer ends, so prompts are sorted by their guesses, which estimate this length.
     expected = [(len(guess), length) for guess, length in zip(guesses, lengths, strict=True)]
     missing = [index for index in range(len(prompts)) if index not in answers]
     for chosen in sorted_batches(missing, expected, batch_size):
@@ -91,12 +91,12 @@ def generated(
     draft: PreTrainedModel | None = None,
     **options: Any,
 ) -> list[list[int]]:
-    """Returns what `generate` writes behind each row of a left-padded batch, up to its end token.
+    """Returns the tokens that `generate` writes after each row of a left-padded batch, up to the end token.
 
     Args:
-        eos_token_id (`int` or `list[int]`): What ends an answer; `[]` if only the limit does.
-        draft (`PreTrainedModel`, *optional*): A draft of the target's.
-        options: Of `generate`.
+        eos_token_id (`int` or `list[int]`): The tokens that end an answer, or `[]` if only the limit does.
+        draft (`PreTrainedModel`, *optional*): A draft for the target.
+        options: Further options of `generate`.
     """
     if draft is not None:
         options["assistant_model"] = draft
@@ -115,11 +115,12 @@ def generated(
 
 @contextmanager
 def random_numbers_of(seed: int, device: torch.device) -> Generator[None]:
-    """Has what is within draw the random numbers of a seed; those of before go on behind it.
+    """Seeds the random numbers within the block. After the block, the earlier random state is restored.
 
     Args:
         seed (`int`): The seed.
-        device (`torch.device`): Where the target is. No other GPU is touched: each process would begin to use all.
+        device (`torch.device`): The device of the target. The state of other GPUs is not read, because each process
+            would then use memory on all GPUs.
     """
     devices: list[torch.device] = []
     if device.type == "cuda":
@@ -130,14 +131,14 @@ def random_numbers_of(seed: int, device: torch.device) -> Generator[None]:
 
 
 def padding_of(tokenizer: Any, default: int) -> int:
-    """Returns a tokenizer's padding token; another one where it has none."""
+    """Returns a tokenizer's padding token, or `default` if it has none."""
     if tokenizer.pad_token_id is None:
         return default
     return tokenizer.pad_token_id
 
 
 def as_prompt(prompt: Prompt) -> Example:
-    """Returns a prompt as an example without an answer; raises `ValueError` if it has one."""
+    """Returns a prompt as an example without an answer. Raises `ValueError` if it has an answer."""
     if isinstance(prompt, Example):
         example = prompt
     else:

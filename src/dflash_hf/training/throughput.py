@@ -1,4 +1,4 @@
-"""How fast training is: tokens and rows per second, and the share of the time in which it waits for its batches."""
+"""This module measures tokens and rows per second of a training, and the share of time in which it waits for data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class Throughput(TrainerCallback):
-    """Counts the steps since the last record.
+    """Sums the time, tokens and rows of the steps since the last record.
 
-    A step begins when the loop asks for its batches and ends before its record. So evaluations, checkpoints and the
-    way back to the step of a checkpoint belong to no step.
+    A step begins when the loop requests its batches, and ends before its record. So evaluations, checkpoints and the
+    skipping of batches in a resumed run belong to no step.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Sets tokens, rows, seconds and the wait to zero, and begins a step now."""
+        """Sets tokens, rows, seconds and waiting time to zero, and begins a step now."""
         self._tokens = 0
         self._rows = 0
         self._seconds = 0.0
@@ -29,11 +29,11 @@ class Throughput(TrainerCallback):
         self._began = time.perf_counter()
 
     def begin_step(self) -> None:
-        """Begins a step: its batches are asked for now."""
+        """Begins a step. Its batches are requested now."""
         self._began = time.perf_counter()
 
     def add_batches(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Adds what has come for the step: all the batches that it accumulates."""
+        """Adds the batches of the step, which have now arrived. There are several if gradients are accumulated."""
         self._waited += time.perf_counter() - self._began
         for batch in batches:
             self._tokens += batch["num_tokens"]
@@ -46,10 +46,10 @@ class Throughput(TrainerCallback):
         self._seconds += time.perf_counter() - self._began
 
     def take(self, num_copies: int) -> dict[str, float]:
-        """Returns what a record tells of the steps since the last one, and begins anew; all processes call it.
+        """Returns the entries of a record for the steps since the last record, and resets the sums.
 
-        Tokens and rows are those of all processes. The seconds are those of the slowest one, and the wait is that of
-        the one that waited longest: the others wait for it.
+        All processes must call this method. Tokens and rows are summed over all processes. The seconds are the largest
+        of all processes, and so is the waiting time, because the other processes wait for the slowest one.
 
         Args:
             num_copies (`int`): How many processes have the same rows.

@@ -1,4 +1,4 @@
-"""Which tokens a draft with a reduced vocabulary should know: those that the target writes most."""
+"""This module chooses the tokens of a reduced vocabulary: the tokens that the target writes most often."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def frequent_tokens(
 ) -> list[int]:
     """Chooses the target's most frequent tokens for a reduced vocabulary, and logs the share that they cover.
 
-    A smaller head makes a draft's step shorter. A token that it lacks is never proposed, so no guess after it in a
-    block is accepted.
+    A smaller head makes a draft's step shorter. A token that the head lacks is never proposed, so no later proposal of
+    the same block is accepted.
 
     Args:
-        examples (sequence of [`Example`]): The training data; tokens of prompts do not count.
-        size (`int`): Maximum number of tokens. There are fewer if the answers hold fewer different ones.
-        always (iterable of `int`): Tokens that are always chosen, such as those that end an answer.
+        examples (sequence of [`Example`]): The training data. Tokens of prompts do not count.
+        size (`int`): The maximum number of tokens. There are fewer if the answers have fewer different tokens.
+        always (iterable of `int`): Tokens that are always chosen, such as the tokens that end an answer.
 
     Returns:
         `list[int]`: Ids in ascending order, the `draft_token_ids` of [`DFlashDraftModel.from_target`].
@@ -47,7 +47,7 @@ def frequent_tokens(
         size,
         "choose more tokens",
     )
-    # Of equally frequent ones the lower ids, which a byte-pair vocabulary learned first.
+    # Of equally frequent tokens, the lower ids are chosen, which a byte-pair vocabulary learned first.
     ranked = sorted(counts.keys() - chosen, key=lambda token: (-counts[token], token))
     chosen.update(ranked[: size - len(chosen)])
     covered = sum(counts[token] for token in chosen) / counts.total()

@@ -1,7 +1,8 @@
-"""Acceptance of a draft over the target's own greedy text, without decoding: every anchor at once, then walked.
+"""This module computes the walked acceptance: the acceptance length over the target's own text, without decoding.
 
-Decoding does not visit every anchor: after `n` accepted tokens the next anchor is `n + 1` further on. The mean over
-all anchors is a different number; the walk gives what `generate` commits, verify by verify.
+All anchors are evaluated at once. Decoding does not visit every anchor: after `n` accepted tokens, the next anchor is
+`n + 1` tokens further on. So the mean over all anchors is a different number. The walk visits the same anchors as
+decoding, and gives the number of tokens that `generate` commits at each verify.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from dflash_hf.training.loss import block_labels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkedAcceptance:
-    """The tokens that greedy decoding with a draft would commit if all verifies had one width.
+    """The numbers of tokens that greedy decoding with a draft would commit if all verifies had one width.
 
     Args:
-        committed (`list[list[int]]`): Per row, tokens committed at each verify, the bonus token included, answer
-            after answer; the first token of an answer comes from the prefill and is in none.
+        committed (`list[list[int]]`): For each row, the number of tokens committed at each verify, including the bonus
+            token, answer after answer. The first token of an answer comes from the prefill and is not counted.
     """
 
     committed: list[list[int]]
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of tokens committed per verify, pooled over rows; 0 without any verify."""
+        """Mean number of tokens committed per verify, over all verifies of all rows. 0 if there is no verify."""
         num_verifies = sum(len(row) for row in self.committed)
         return sum(sum(row) for row in self.committed) / num_verifies if num_verifies else 0.0
 
@@ -46,10 +47,11 @@ def walk(num_accepted: Sequence[int], first: int, last: int) -> list[int]:
     """Walks one answer as decoding does and returns the tokens committed at each verify.
 
     Args:
-        num_accepted (sequence of `int`): Accepted draft tokens at each index as the anchor; longer than `last - 1`.
-        first (`int`): Index of the first anchor, the first token of the answer.
-        last (`int`): Index of the last token of the answer: its end token, or the last one within the limit. What a
-            verify would commit beyond it is cut off.
+        num_accepted (sequence of `int`): For each index, the number of draft tokens that are accepted if this index is
+            the anchor. It has at least `last` entries.
+        first (`int`): The index of the first anchor, which is the first token of the answer.
+        last (`int`): The index of the last token of the answer: its end token, or the last token within the limit.
+            Tokens that a verify would commit beyond this index are cut off.
     """
     committed: list[int] = []
     anchor = first
@@ -83,25 +85,28 @@ def accepted_at_anchors(
     chunk_anchors: int = 32,
     is_tree: bool = False,
 ) -> Tensor:
-    """Counts, for every valid anchor, the greedy draft tokens that the target's own text confirms.
+    """Counts, for every valid anchor, the greedy draft tokens that agree with the target's own text.
 
     Args:
-        draft, target: In eval mode.
+        draft, target: The draft and the target, in eval mode.
         batch ([`Batch`]): The target's own greedy answers, padded on the right.
-        features (`torch.Tensor` of shape `[B, S, L * D]`, *optional*): Tapped states of the batch that are there
-            already.
-        block_size (`int`, *optional*): Width of the draft's block; default the draft's own.
-        verify_width (`int`, *optional*): Width of the verify, the anchor included; default `block_size`, or one more
-            where the anchor's slot proposes too (`sample_from_anchor`).
+        features (`torch.Tensor` of shape `[B, S, L * D]`, *optional*): The tapped states of the batch, if they are
+            known already.
+        block_size (`int`, *optional*): The width of the draft's block. By default, it is the draft's own.
+        verify_width (`int`, *optional*): The width of the verify, including the anchor. By default, it is
+            `block_size`, or `block_size + 1` if the anchor's slot also proposes a token (`sample_from_anchor`).
         chunk_anchors (`int`): Blocks per row and forward.
-        is_tree (`bool`): Whether the tokens that are verified are a tree's, of what the draft says alone.
+        is_tree (`bool`): Whether the verified tokens form a tree. The tree is built from the draft's scores alone.
 
     Returns:
-        `torch.Tensor` of shape `[B, S]`, int64, on the CPU: Accepted draft tokens, below `verify_width`; 0 where there
-        is no anchor. Raises `ValueError` if a width is out of range.
+        `torch.Tensor` of shape `[B, S]`, int64, on the CPU: The number of accepted draft tokens, below `verify_width`,
+        and 0 where there is no anchor.
+
+    Raises:
+        ValueError: If a width is out of range.
     """
     config = draft.config
-    ahead = int(config.sample_from_anchor)  # of its own index, the token that a slot proposes
+    ahead = int(config.sample_from_anchor)  # see `block_labels`
     block_size = config.block_size if block_size is None else block_size
     widest = block_size + ahead
     verify_width = widest if verify_width is None else verify_width
@@ -118,7 +123,7 @@ def accepted_at_anchors(
         features = target_features(
             target, config.target_layer_ids, batch, after_deepstack=deep
         ).taps
-    # Only as many slots as a verify would look at go through the head.
+    # The head runs only over the slots whose proposals a verify of this width would check.
     slots = slice(1 - ahead, verify_width - ahead)
     anchors = all_anchors(batch.loss_mask.cpu(), block_size)
     logits = logits_of(draft, target)
@@ -128,7 +133,7 @@ def accepted_at_anchors(
         labels = block_labels(batch, part, ahead)
         truth = labels.ids.masked_fill(~labels.mask, -1)[:, :, slots]
         hidden = run_blocks(draft, target, batch, features, part)
-        # Every block is a row of its own
+        # Each block becomes a row.
         hidden = hidden.view(-1, block_size, hidden.shape[-1])[:, slots]
         heads = batch.input_ids.gather(1, part.indices).flatten()
         if is_tree:
@@ -146,7 +151,7 @@ def accepted_at_anchors(
 def _along_tree(
     draft: DFlashDraftModel, hidden: Tensor, logits_BDV: Tensor, heads: Tensor, truth_BD: Tensor
 ) -> Tensor:
-    """How far the truth goes along a tree of as many tokens as the chain has, `[B]`; one row per block."""
+    """Returns how many true tokens of each block are accepted, `[B]`, in a tree with as many tokens as the chain."""
     batch, depth = truth_BD.shape
     device = logits_BDV.device
     num_choices = draft.config.num_candidates or logits_BDV.shape[-1]
@@ -172,17 +177,17 @@ def walked_acceptance(
 ) -> WalkedAcceptance:
     """Walks every answer of every example as greedy `generate` would, with one call for each answer.
 
-    All verifies have one width. Each is a chain, or a tree under `is_tree`.
+    All verifies have one width. Each verify checks a chain, or a tree if `is_tree`.
 
     Args:
-        draft (`DFlashDraftModel`): The draft; its mode is restored.
+        draft (`DFlashDraftModel`): The draft. It runs in eval mode, and its own mode is restored at the end.
         target (`Target`): The target, in eval mode.
         examples (sequence of [`Example`]): The target's own greedy answers.
         block_size, verify_width (`int`, *optional*): See `accepted_at_anchors`.
         batch_size (`int`): Examples per forward.
         is_tree (`bool`): See `accepted_at_anchors`.
-        cache ([`FeatureCache`], *optional*): The stored tapped states of all examples; by default the target runs.
-        on_batch (callable, *optional*): Called after each batch with the number of examples that are done.
+        cache ([`FeatureCache`], *optional*): The stored tapped states of all examples. By default, the target runs.
+        on_batch (callable, *optional*): It is called after each batch with the number of examples done so far.
     """
     was_training = draft.training
     draft.eval()
