@@ -1,8 +1,9 @@
-"""`dflash-hf train`: from a target and prompts to a measured draft, by one command.
+"""This module defines the command `dflash-hf train`, which makes a measured draft from a target and prompts.
 
-Typer reads the options, the fields of [`TrainSettings`], as it does for the other commands: its `--help` has headings
-and needs no torch, a YAML file stands for the flags that were not given (`default_map`), and errors are sentences.
-`HfArgumentParser` would import torch to print a help of 140 options; it reads the rest of Transformers' arguments.
+Typer reads the options, which are the fields of [`TrainSettings`]. So `--help` has headings and does not import torch,
+a YAML file replaces flags that were not given (`default_map`), and errors are sentences, as in the other commands.
+`HfArgumentParser` reads the remaining arguments of Transformers. For the help it would import torch and list 140
+options.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dflash_hf.cli.train_settings import (
 from dflash_hf.cli.train_state import SETTINGS_FILE
 from dflash_hf.errors import require
 
-# Of the parser: it takes `_` in the name of an option for `-`, and leaves training arguments to Transformers' own.
+# The parser reads `_` in the name of an option as `-`, and leaves training arguments to the parser of Transformers.
 CONTEXT: dict[str, Any] = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
@@ -45,12 +46,12 @@ CONTEXT: dict[str, Any] = {
 }
 LISTS = ("dataset", "server", "feature_server", "bench_data", "formats")
 OBJECTS = ("draft_options", "chat_template_kwargs")
-# Kinds of values that Typer reads; others are texts to it.
+# The types of values that Typer can read. Options of other types are texts for Typer.
 KINDS = (str, int, float, bool, Path, int | None, float | None, str | None)
 
 
 def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Takes the options of a YAML file for those that are not on the command line."""
+    """Takes the options that are not on the command line from a YAML file."""
     if path is not None:
         given = read_yaml(path)
         names = {parameter.name for parameter in ctx.command.params}
@@ -60,7 +61,7 @@ def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def _read_begun(ctx: typer.Context, folder: Path | None) -> Path | None:
-    """Takes the options that the run in a folder was begun with, unless a `--config` is given."""
+    """Takes the options with which the run in a folder was started, unless a `--config` is given."""
     if folder is None or ctx.default_map is not None:
         return folder
     settings = folder / SETTINGS_FILE
@@ -101,7 +102,7 @@ def train(
     typed = _given(ctx, "COMMANDLINE")
     settings = read_settings(options, [*(ctx.obj or ()), *ctx.args])
     settings = with_algorithm(settings, [*typed, *_given(ctx, "DEFAULT_MAP")])
-    # A YAML may have defaults in it; on the command line they are meant.
+    # Options on the command line count as given even with their default values. A YAML file may list defaults.
     settings.check_idle({*settings.asked(), *typed})
     wanted = _stages(stages)
     from dflash_hf.cli.train_stages import run_stages
@@ -110,7 +111,7 @@ def train(
         run_stages(settings, wanted, redo, typer.echo)
     except KeyboardInterrupt as error:
         if process_index() == 0:
-            # With torch, which is loaded by now
+            # This module imports torch, which is loaded by now.
             from dflash_hf.cli.train_errors import interruption
 
             typer.secho(interruption(settings.output_dir), err=True)
@@ -118,7 +119,7 @@ def train(
 
 
 def _given(ctx: typer.Context, place: str) -> list[str]:
-    """Returns the names of the options that come from a place: COMMANDLINE, or DEFAULT_MAP for a YAML."""
+    """Returns the names of the options that come from a place: COMMANDLINE, or DEFAULT_MAP for a YAML file."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return [name for name, source in sources.items() if source and source.name == place]
 
@@ -136,7 +137,7 @@ def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
         default = item.default
     if kind not in KINDS:
         kind = str
-    # One that is missing is told in a sentence of ours.
+    # `read_settings` refuses a missing option, so that the message is a sentence of this package.
     if default is MISSING:
         kind = kind | None
         default = None
@@ -150,7 +151,7 @@ def _parameter(item: Field[Any], kind: Any) -> inspect.Parameter:
 
 
 def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    """Returns the signature of the command: its options, then the parameters that it names itself."""
+    """Returns the signature of the command. The parameters that the function itself names follow `output_dir`."""
     kinds = get_type_hints(TrainSettings)
     context, *own, _ = signature.parameters.values()
     options = [_parameter(item, kinds[item.name]) for item in OPTIONS]
@@ -164,14 +165,14 @@ _command.__signature__ = _with_options(inspect.signature(train, eval_str=True))
 
 
 def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
-    """Returns the settings of a run, checked.
+    """Returns the settings of a run, after checking them.
 
     Args:
-        given (mapping): The fields of [`TrainSettings`], as the command line has them.
-        words (`list[str]`): What it does not know: training arguments.
+        given (mapping): The fields of [`TrainSettings`], as Typer has read them from the command line.
+        words (`list[str]`): The words that Typer does not know, which are training arguments.
 
     Raises:
-        ValueError: If one cannot be read, or one that is needed is not there.
+        ValueError: If an option cannot be read or is out of range, or if a required option is missing.
     """
     require(
         given["target"] is not None, "--target", None, "give the folder or Hub id of the target"
@@ -191,7 +192,7 @@ def read_settings(given: Mapping[str, Any], words: list[str]) -> TrainSettings:
 
 
 def _stages(text: str) -> list[Stage]:
-    """The stages that are wanted, in their order."""
+    """Returns the requested stages, in their order."""
     wanted = values_of(text, str, "--stages")
     for name in wanted or (text,):
         require(name in STAGES, f"--stages among {', '.join(STAGES)}", name, "name some of them")

@@ -1,4 +1,4 @@
-"""The recipes of `--algorithm`: which options each one sets, and which options contradict it."""
+"""This module defines the recipes of `--algorithm`: the options that a recipe sets, and those that contradict it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ALGORITHM = "algorithm"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What a recipe sets.
+    """A recipe: the options that it sets, and the options that contradict it.
 
     Args:
-        options (mapping): Fields of [`TrainSettings`].
-        draft_options (mapping): Fields of a fresh draft's config.
-        sizes (mapping): Fields of the config that its drafts have, in these sizes or others.
-        absent (tuple of `str`): Fields of the config that its drafts do not have.
+        options (mapping): Fields of [`TrainSettings`] and their values.
+        draft_options (mapping): Fields of a fresh draft's config and their values.
+        sizes (mapping): Fields of the config that the recipe's drafts need. The values are defaults.
+        absent (tuple of `str`): Fields of the config that the recipe's drafts do not have.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -30,14 +30,14 @@ class Algorithm:
     absent: tuple[str, ...] = ()
 
 
-# z-lab/Qwen3.8-27B-DFlash2's sizes. Its loss is not published: every --loss is a refinement.
+# The sizes are those of z-lab/Qwen3.8-27B-DFlash2. Its loss is not published, so every --loss is allowed.
 DFLASH2 = {
     "conv_kernel_size": 2,
     "conv_group_size": 16,
     "selector_rank": 256,
     "selector_top_k": 16,
 }
-# DeepSpec's, of all its drafts and of RedHatAI's.
+# The value of all drafts of DeepSpec and of RedHatAI.
 DSPARK = {"markov_rank": 256}
 ALGORITHMS: dict[str, Algorithm] = {
     "dflash": Algorithm(options={"loss": "dpace"}, absent=(*DFLASH2, *DSPARK)),
@@ -45,7 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dspark": Algorithm(
         sizes=DSPARK, draft_options={"sample_from_anchor": True}, absent=tuple(DFLASH2)
     ),
-    # Each slot sees the earlier ones of its block, and learns the target's distribution: for trees
+    # For trees: each slot sees only the earlier slots of its block, and learns the target's distribution.
     "jetspec": Algorithm(
         options={"loss": "kl"}, draft_options={"is_causal": True}, absent=(*DFLASH2, *DSPARK)
     ),
@@ -53,19 +53,19 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def with_algorithm(settings: TrainSettings, given: Collection[str]) -> TrainSettings:
-    """Returns settings with what their `algorithm` sets.
+    """Returns settings with the options that their `algorithm` sets.
 
     Args:
-        given (collection of `str`): Names of the options that were given, by a flag or a YAML.
+        given (collection of `str`): The names of the options that were given by a flag or a YAML file.
 
     Raises:
-        ValueError: If there is no such algorithm, or an option that was given contradicts it.
+        ValueError: If there is no such algorithm, or a given option contradicts it.
     """
     name = settings.algorithm
     known = f"--algorithm among {', '.join(ALGORITHMS)}"
     require(name in ALGORITHMS, known, name, "choose one of them")
-    # The default contradicts nothing, and what it sets are defaults. A recipe is of fresh drafts:
-    # `TrainSettings.check_idle` refuses it beside another draft
+    # The default algorithm contradicts nothing, and it sets only defaults. Recipes are for fresh drafts:
+    # `TrainSettings.check_idle` refuses a recipe together with --draft.
     if ALGORITHM not in given or settings.draft is not None:
         return settings
     algorithm = ALGORITHMS[name]
@@ -92,9 +92,9 @@ def with_algorithm(settings: TrainSettings, given: Collection[str]) -> TrainSett
 
 
 def without_algorithm(settings: TrainSettings) -> TrainSettings:
-    """Returns settings without what their `algorithm` sets: a file of them names the algorithm alone.
+    """Returns settings without the options that their `algorithm` sets, so that a file of settings names only it.
 
-    So another `--algorithm` does not keep the options of the one before.
+    If a later command names another `--algorithm`, the options of the earlier algorithm are then not kept.
     """
     algorithm = ALGORITHMS[settings.algorithm]
     defaults = TrainSettings(target=settings.target, output_dir=settings.output_dir)

@@ -1,4 +1,4 @@
-"""The training arguments of `dflash-hf train`: what was asked for, and what follows from the target and the data."""
+"""This module makes the training arguments of `dflash-hf train` from the options, the target and the data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ IMAGE_WORKERS = 4
 
 
 def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArguments:
-    """Returns the training arguments; the trainer writes to `run`.
+    """Returns the training arguments. Their output folder is `run` in the folder of the command.
 
     Raises:
-        ValueError: If one is out of range.
+        ValueError: If an argument is out of range.
     """
     given: dict[str, Any] = {
-        # Without it Transformers takes bfloat16 for a request for a GPU.
+        # Without it, Transformers requires a GPU for bfloat16.
         "use_cpu": not torch.accelerator.is_available(),
         **{name: getattr(settings, name) for name in OF_THE_TRAINER},
-        # Transformers' eight rows might not fit where the rows of a step do
+        # Transformers' default of eight rows might not fit into memory even if the rows of a step do.
         "per_device_eval_batch_size": settings.per_device_train_batch_size,
         **settings.arguments,
         **others,
-        # The trainer would upload `run`; the draft is, behind the last stage
+        # The trainer would upload `run`. The command itself uploads the draft after the last stage.
         "push_to_hub": False,
     }
     return DFlashTrainingArguments(output_dir=str(settings.output_dir / "run"), **given)
@@ -39,17 +39,17 @@ def make_arguments(settings: TrainSettings, **others: Any) -> DFlashTrainingArgu
 def arguments_for(
     settings: TrainSettings, target: PreTrainedModel, processor: Processor, has_held_out: bool
 ) -> DFlashTrainingArguments:
-    """Returns [`make_arguments`] with what follows from the target and the data, where nothing else is asked for."""
+    """Returns [`make_arguments`] with values that follow from the target and the data, unless others were given."""
     others = evaluation(settings, has_held_out)
     is_precision_given = not settings.arguments.keys().isdisjoint({"bf16", "fp16"})
     if target.dtype == torch.bfloat16 and not is_precision_given:
-        others["bf16"] = True  # as the target computes, over weights in float32
+        others["bf16"] = True  # the draft computes in the target's dtype, with weights in float32
     others |= loader_workers(settings, processor)
     return make_arguments(settings, **others)
 
 
 def evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
-    """Returns when the draft is measured while it is trained: after each epoch, unless another time is asked for."""
+    """Returns the argument that says when the draft is evaluated: after each epoch, unless another time was given."""
     asked = settings.arguments
     if not has_held_out or "eval_strategy" in asked:
         return {}
@@ -59,7 +59,7 @@ def evaluation(settings: TrainSettings, has_held_out: bool) -> dict[str, Any]:
 
 
 def asked_evaluations(settings: TrainSettings) -> dict[str, str]:
-    """Returns the options that were given and need held-out conversations, each with the one that needs none."""
+    """Returns the given options that need held-out conversations: option -> the option without this need."""
     asked = settings.arguments
     found: dict[str, str] = {}
     strategy = asked.get("eval_strategy", "no")
@@ -77,13 +77,13 @@ def asked_evaluations(settings: TrainSettings) -> dict[str, str]:
 
 
 def loader_workers(settings: TrainSettings, processor: Processor) -> dict[str, int]:
-    """Returns how many workers make a process's batches, where images are decoded while an accelerator would wait."""
+    """Returns the number of workers that build a process's batches, if decoding images would delay an accelerator."""
     sees_images = tokenizer_of(processor) is not processor
     is_given = "dataloader_num_workers" in settings.arguments
     if is_given or not sees_images or not torch.accelerator.is_available():
         return {}
-    # Processes of other nodes have other cores
+    # Only the processes of one node share its cores.
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes()))
-    # A process that is bound to its own cores shares them with nobody, and may seem to have less than one
+    # If a process is bound to its own cores, it does not share them, and the division may give 0.
     cores = max(num_cores() // sharing, 1)
     return {"dataloader_num_workers": min(IMAGE_WORKERS, cores)}

@@ -1,4 +1,4 @@
-"""What the card of a draft tells of the `dflash-hf train` that made it."""
+"""This module collects the facts about a run of `dflash-hf train` for the card of its draft."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_hf.training.export import CardFacts
 
 
 def card_facts(settings: TrainSettings, state: RunState) -> CardFacts:
-    """Returns what the model card tells of the run."""
+    """Returns the facts about the run for the model card."""
     summary = state.folder("bench") / "summary.json"
     measured: dict[str, Any] = {}
     conditions = ""
@@ -30,7 +30,7 @@ def card_facts(settings: TrainSettings, state: RunState) -> CardFacts:
 
 
 def _measured(summary: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What a bench measured of each set, and a sentence on how."""
+    """Returns what a bench measured for each set, and a sentence about the conditions."""
     methods = {method["method"]: method for method in reversed(summary["methods"])}
     provenance = summary["provenance"]
     machine = provenance["machine"]
@@ -43,7 +43,7 @@ def _measured(summary: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _training(settings: TrainSettings, state: RunState) -> dict[str, Any]:
-    """How the draft was trained, name by name."""
+    """Returns facts about the training: name -> value."""
     training: dict[str, Any] = {"answers": _answers(settings)}
     if settings.draft:
         training["begun from"] = settings.draft
@@ -63,7 +63,7 @@ def _training(settings: TrainSettings, state: RunState) -> dict[str, Any]:
 
 
 def _answers(settings: TrainSettings) -> str:
-    """Where the answers are from."""
+    """Returns the source of the answers."""
     if settings.answers == "data":
         return "in the data"
     if settings.temperature == 0:

@@ -1,4 +1,4 @@
-"""What ends a training, in a sentence with what to do: a full disk, a full device, a step that is not finite."""
+"""This module explains errors that end a training: a full disk, full memory, or a step that is not finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflash_hf.training.checkpoints import whole_checkpoints
 from dflash_hf.training.failures import CheckpointError, NotFiniteError
 from dflash_hf.training.features import free_bytes
 
-# Releases of Transformers name it differently; some take both names.
+# Releases of Transformers name this argument differently. Some releases accept both names.
 CHECKPOINTING = next(
     name
     for name in ("activation_checkpointing", "gradient_checkpointing")
@@ -26,11 +26,13 @@ CHECKPOINTING = next(
 
 
 def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str) -> Exception:
-    """Returns a sentence for a full disk, a full device or a step that is not finite; any other error as it is.
+    """Returns an error with advice for a full disk, full memory or a step that is not finite, or `error` itself.
 
     Args:
-        stage (`str`): What did not fit.
-        less (`str`): Options under which it takes less memory.
+        error (`Exception`): The error of the stage.
+        settings ([`TrainSettings`]): The settings of the run.
+        stage (`str`): The stage that failed.
+        less (`str`): Options with which the stage takes less memory.
     """
     goes_on = continuing(settings.output_dir)
     if isinstance(error, CheckpointError):
@@ -61,7 +63,7 @@ def explained(error: Exception, settings: TrainSettings, stage: Stage, less: str
 
 
 def interruption(folder: Path) -> str:
-    """Returns what to say of a run that its user has ended: how it is continued, and where its training is then."""
+    """Returns the message after an interrupt: how to continue the run, and from where its training continues."""
     said = f"Ended; {continuing(folder)} continues the run."
     is_in_training = (folder / "run").is_dir() and not (folder / "draft").is_dir()
     if is_in_training:
@@ -70,7 +72,7 @@ def interruption(folder: Path) -> str:
 
 
 def _continuation(folder: Path) -> str:
-    """What the same command does with a training that has not ended: the steps behind a checkpoint are done again."""
+    """Says from where the same command continues a training. Steps after the last checkpoint are done again."""
     whole = whole_checkpoints(folder / "run")
     if whole:
         return f"goes on from {whole[0].name}"
@@ -78,16 +80,16 @@ def _continuation(folder: Path) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns True for what torch raises where a device, or this machine, has no memory left."""
+    """Returns True for errors that say that a device, or the memory of this machine, is full."""
     names = [kind.__name__ for kind in type(error).__mro__]
     is_of_the_cpu = "not enough memory" in str(error) or "can't allocate memory" in str(error)
     return "OutOfMemoryError" in names or "MemoryError" in names or is_of_the_cpu
 
 
 def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, stage: Stage) -> str:
-    """Returns options under which a stage takes less, those that cost least first.
+    """Returns options with which a stage takes less memory. Options with the smallest drawbacks come first.
 
-    Behind a checkpoint these are options with which the run is still the same one.
+    After the first checkpoint, only options that do not change the result of the run are named.
     """
     if stage == "regenerate" and settings.answers_at_once > 1:
         return f"--answer-batch {settings.answers_at_once // 2}"
@@ -104,7 +106,7 @@ def less_memory(settings: TrainSettings, arguments: DFlashTrainingArguments, sta
 
 
 def _of_the_same_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
-    """Options that take less and change no result: all that a run with a checkpoint goes on with."""
+    """Returns options that take less memory and change no result, for a run that continues from a checkpoint."""
     options = _of_evaluations(arguments, 1)
     if not getattr(arguments, CHECKPOINTING):
         options[CHECKPOINTING] = "true"
@@ -114,7 +116,7 @@ def _of_the_same_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
 
 
 def _of_evaluations(arguments: DFlashTrainingArguments, num_rows: int) -> dict[str, Any]:
-    """Options under which an evaluation of more than so many rows at once takes less; none without evaluations."""
+    """Returns an option with which evaluations take less memory, if they have more than `num_rows` rows at once."""
     is_evaluated = arguments.eval_strategy != IntervalStrategy.NO
     if is_evaluated and arguments.per_device_eval_batch_size > num_rows:
         return {"per_device_eval_batch_size": 1}
@@ -122,11 +124,11 @@ def _of_evaluations(arguments: DFlashTrainingArguments, num_rows: int) -> dict[s
 
 
 def _of_a_new_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
-    """Options that take less, where no step was made yet."""
+    """Returns options that take less memory, for a run without a checkpoint."""
     options: dict[str, Any] = {}
     rows = arguments.per_device_train_batch_size
     if rows > 1:
-        # A step keeps its rows: an odd number has no half
+        # A step keeps its number of rows, so an odd number of rows is divided into single rows.
         parts = 2 if rows % 2 == 0 else rows
         options["per_device_train_batch_size"] = rows // parts
         options["gradient_accumulation_steps"] = parts * arguments.gradient_accumulation_steps
@@ -136,5 +138,5 @@ def _of_a_new_run(arguments: DFlashTrainingArguments) -> dict[str, Any]:
         options["chunk_blocks"] = arguments.chunk_blocks // 2
     if not options:
         options = {"num_anchors": max(1, arguments.num_anchors // 2), "optim": "muon"}
-    # By default it has as many rows as a step
+    # By default, an evaluation has as many rows at once as a forward of training.
     return options | _of_evaluations(arguments, rows)

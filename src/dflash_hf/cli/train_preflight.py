@@ -1,7 +1,7 @@
-"""What `dflash-hf train` checks before its first stage: a run of hours fails in its first minute or not for this.
+"""This module checks the options of `dflash-hf train` before the first stage, so that errors come in the first minute.
 
-The target is loaded here, as the stages need it anyway. What memory a step takes is not forecast: the first step
-shows it, and [`dflash_hf.cli.train_stages`] says which options take less.
+The target is loaded here, because the stages need it anyway. The memory of a training step is not estimated. If the
+first step needs too much memory, [`dflash_hf.cli.train_errors`] says which options take less.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from dflash_hf.training.trainer import DFlashTrainer, num_likely
 logger = logging.getLogger(__name__)
 
 GB = 10**9
-# Of a checkpoint per weight, at most: the draft and AdamW's two averages, all in float32. Muon has one average.
+# The maximum bytes per weight in a checkpoint: the draft and AdamW's two averages in float32. Muon has one average.
 CHECKPOINT_BYTES = 12
-# Of `draft/` and of each export per weight, at most: float32.
+# The maximum bytes per weight in `draft/` and in each export: float32.
 DRAFT_BYTES = 4
-TOKEN_BYTES = 8  # of an answer's token in a file of JSON, about
+TOKEN_BYTES = 8  # the approximate bytes of an answer's token in a JSON file
 
 
 def preflight(
@@ -74,9 +74,10 @@ def preflight(
     state: RunState,
     target: TargetOnce,
 ) -> None:
-    """Checks all that the pending stages need, before the first of them; nothing is written.
+    """Checks everything that the pending stages need, before the first of them. Nothing is written.
 
-    With `--tensor-parallel-size` all processes look at the target: a forward and a hash of it need each one's share.
+    With `--tensor-parallel-size`, all processes check the target, because a forward and a hash of it need the share of
+    each process.
     """
     needs_target = by_the_first(lambda: _check_without_target(settings, arguments, state))
     if not needs_target:
@@ -93,7 +94,7 @@ def preflight(
 def _check_without_target(
     settings: TrainSettings, arguments: DFlashTrainingArguments, state: RunState
 ) -> bool:
-    """Checks what can be checked without the target's weights, and returns whether a stage needs them."""
+    """Makes the checks that do not need the target's weights, and returns whether a stage needs the weights."""
     state.check()
     pending = state.pending()
     if not pending:
@@ -117,14 +118,14 @@ def _check_without_target(
 
 
 def _check_alone(settings: TrainSettings, state: RunState, target: TargetOnce) -> None:
-    """Checks what a process that holds the whole target can check."""
+    """Makes the checks of a process that holds the whole target."""
     has_draft = _check_identity(state, _identity(settings, target))
     if not has_draft:
         _check_models(settings, target)
 
 
 def _identity(settings: TrainSettings, target: TargetOnce) -> dict[str, str]:
-    """Loads the target, refuses one with stop strings, and returns what tells it from a changed one."""
+    """Loads the target, refuses a target with stop strings, and returns the hashes that identify the target."""
     try:
         model, processor = target.look()
     except (RuntimeError, MemoryError) as error:
@@ -137,7 +138,7 @@ def _identity(settings: TrainSettings, target: TargetOnce) -> dict[str, str]:
     check_no_stop_strings(model)
     identity = {**target_identity(model), **processor_identity(processor)}
     if settings.feature_server:
-        del identity["weights"]  # they are on the server
+        del identity["weights"]  # only the server has all weights
     return identity
 
 
@@ -148,7 +149,7 @@ def _check_identity(state: RunState, identity: dict[str, str]) -> bool:
 
 
 def _check_models(settings: TrainSettings, target: TargetOnce) -> None:
-    """Checks the training with the target."""
+    """Makes the checks of the training that need the target."""
     model, processor = target.look()
     has_held_out = settings.num_eval > 0
     with_models = arguments_for(settings, model, processor, has_held_out)
@@ -158,13 +159,13 @@ def _check_models(settings: TrainSettings, target: TargetOnce) -> None:
 def _check_before_loading(
     settings: TrainSettings, arguments: DFlashTrainingArguments, pending: Sequence[Stage]
 ) -> None:
-    """Checks what the stages need beside the models: one GPU, held-out rows, an optimizer, servers, sets and others.
+    """Checks what the stages need besides the models: one GPU, held-out rows, an optimizer, servers, sets and others.
 
     Raises:
-        ValueError: If something is missing; with the option that asks for it.
+        ValueError: If something is missing or wrong. The message names the option that needs it.
     """
     if "prepare" in pending and settings.chat_template_kwargs:
-        # The target may write prompts for hours before they are prepared
+        # The target may write prompts for hours before `prepare` would check these options.
         ChatTemplate(load_processor(settings.target), settings.chat_template_kwargs).check_options()
     if "run" in pending:
         check_one_gpu(arguments)
@@ -192,12 +193,12 @@ def _check_with_target(
     target: PreTrainedModel,
     processor: Processor,
 ) -> None:
-    """Checks the draft that is to be trained against the target, packing, workers, and room on the disk.
+    """Checks whether the draft fits the target, and checks packing, the feature cache, workers, and room on the disk.
 
     Raises:
         ValueError: If the draft's options are no fields of a config or have values of other types, the draft does not
-            fit the target, examples cannot be packed for it, the feature cache is another target's, no workers can be
-            made, or the disk has no room for a checkpoint.
+            fit the target, examples cannot be packed for the target, the feature cache is from another target, no
+            workers can be made, or the disk has not enough room.
     """
     _check_loader(arguments)
     found = find_target(target)
@@ -221,10 +222,10 @@ def _check_with_target(
 
 
 def check_prepared(settings: TrainSettings, prepared: Path) -> None:
-    """Refuses prepared rows that cannot be trained on with these options, before they are answered.
+    """Refuses prepared rows that cannot be trained on with these options, before the target answers them.
 
     Args:
-        prepared (`Path`): The folder of `prepare`.
+        prepared (`Path`): The folder of the stage `prepare`.
 
     Raises:
         ValueError: If rows with images would be packed, or an evaluation has no rows.
@@ -235,16 +236,16 @@ def check_prepared(settings: TrainSettings, prepared: Path) -> None:
 
 
 def check_held_out(settings: TrainSettings, folder: Path) -> None:
-    """Refuses an evaluation that is asked for where nothing is held out, or nothing of that has an answer.
+    """Refuses a requested evaluation if no conversation is held out, or none of them has an answer.
 
     Args:
-        folder (`Path`): Of `prepare` or `regenerate`.
+        folder (`Path`): The folder of the stage `prepare` or `regenerate`.
     """
     asked = asked_evaluations(settings)
     file = folder / HELD_OUT
     has_held_out = file.is_file() and file.stat().st_size > 0
     what = f"conversations that are held out in {folder} for {listed(asked, ' and ')}"
-    # The folder keeps the options, and would give them again
+    # The options must be switched off explicitly: leaving them out would take them from the folder again.
     without = f"add {' '.join(asked.values())}"
     action = f"take 5 other conversations or more, or {without}"
     errors = file.with_suffix(".errors.jsonl")
@@ -263,17 +264,17 @@ def _check_packed_rows(rows: Path) -> None:
 
 
 def clients_of(settings: TrainSettings) -> list[OpenAIClient]:
-    """Returns the servers that answer."""
+    """Returns clients of the servers that answer prompts."""
     return [OpenAIClient(url, settings.server_model) for url in settings.server]
 
 
 def feature_servers(settings: TrainSettings) -> list[OpenAIClient]:
-    """Returns the servers that compute hidden states."""
+    """Returns clients of the servers that compute hidden states."""
     return [OpenAIClient(url) for url in settings.feature_server]
 
 
 def answer_settings(settings: TrainSettings, prompts: Path, output: Path) -> RegenerateSettings:
-    """Returns how prompts in a file are answered."""
+    """Returns the settings for answering the prompts in a file."""
     return RegenerateSettings(
         prompts=prompts,
         output=output,
@@ -302,7 +303,7 @@ def fresh_options(settings: TrainSettings, processor: Processor) -> dict[str, An
 def _fresh_config(
     settings: TrainSettings, target: PreTrainedModel, processor: Processor
 ) -> DFlashConfig:
-    """The config of a fresh draft."""
+    """Returns the config of a fresh draft."""
     fields = fresh_options(settings, processor)
     size = settings.draft_vocab_size
     if size is not None:
@@ -312,7 +313,7 @@ def _fresh_config(
         every = target.config.get_text_config(decoder=True).vocab_size
         what = f"fewer than the target's {every} tokens as --draft-vocab-size"
         require(size < every, what, size, "leave it out for all tokens")
-        # Any tokens: the answers, which come later, say which are frequent
+        # Any tokens serve here. The frequent tokens are known only when there are answers.
         fields["draft_token_ids"] = range(size)
     names = ("num_taps", "tokenizer", "draft_token_ids")
     options = {name: fields.pop(name) for name in names if name in fields}
@@ -322,7 +323,7 @@ def _fresh_config(
         raise
     except (
         Exception
-    ) as error:  # of other types than the fields', of which libraries have classes of their own
+    ) as error:  # libraries raise errors of various classes for values of other types
         raise ValueError(
             f"expected values of the fields' types as --draft-options, got {shown(dict(settings.draft_options))} "
             f"({one_line(error)}); correct it"
@@ -330,7 +331,7 @@ def _fresh_config(
 
 
 def _stored_config(draft: str) -> DFlashConfig:
-    """The config of a draft in any format, without its weights."""
+    """Returns the config of a draft in any format, without loading its weights."""
     raw = read_config(draft, {})
     form = detect_format(raw)
     names = {form.our_name(name) for name in stored_tensors(draft)}
@@ -338,7 +339,7 @@ def _stored_config(draft: str) -> DFlashConfig:
 
 
 def _check_evaluation(settings: TrainSettings) -> None:
-    """Refuses evaluations for which nothing is held out."""
+    """Refuses requested evaluations if no conversation is held out."""
     asked = asked_evaluations(settings)
     what = f"conversations that are held out for {listed(asked, ' and ')}"
     action = f"give --num-eval 64, or {' '.join(asked.values())}"
@@ -346,7 +347,7 @@ def _check_evaluation(settings: TrainSettings) -> None:
 
 
 def _check_reporters(arguments: DFlashTrainingArguments) -> None:
-    """Makes what `--report-to` names, as the trainer will."""
+    """Creates the reporters of `--report-to`, as the trainer will, to find out whether they are installed."""
     names: Any = arguments.report_to
     for name in names:
         try:
@@ -360,7 +361,7 @@ def _check_reporters(arguments: DFlashTrainingArguments) -> None:
 
 
 def _check_packed_text(processor: Processor) -> None:
-    """Refuses to pack for a target whose processor gives the model more than tokens, of texts without images too."""
+    """Refuses packing if the target's processor returns more model inputs than tokens even for text without images."""
     row = {"messages": [{"role": "user", "content": "What is 1 plus 1?"}]}
     example = ChatDataset([row], processor, answers=[[0]])[0]
     got = f"{listed(sorted(example.model_inputs))} of {type(processor).__name__}"
@@ -369,7 +370,7 @@ def _check_packed_text(processor: Processor) -> None:
 
 
 def _check_optimizer(arguments: DFlashTrainingArguments) -> None:
-    """Looks for the package of an optimizer, as the trainer will, and makes one of torch's for two weights."""
+    """Checks that the package of an optimizer is installed. An optimizer of torch is also created, for two weights."""
     weights = nn.Linear(1, 1, device="cpu")
     options: dict[str, Any] = {}
     if arguments.optim == MUON:
@@ -382,7 +383,7 @@ def _check_optimizer(arguments: DFlashTrainingArguments) -> None:
                 f"expected an optimizer that is installed as --optim, got {str(arguments.optim)!r} "
                 f"({one_line(error)}); install its package, or name another"
             ) from error
-        # Others may need a GPU
+        # Other optimizers may need a GPU.
         if not kind.__module__.startswith("torch.optim"):
             return
         make = partial(kind, weights.parameters(), **options)
@@ -396,9 +397,9 @@ def _check_optimizer(arguments: DFlashTrainingArguments) -> None:
 
 
 def _check_schedule(arguments: DFlashTrainingArguments) -> None:
-    """Makes a schedule of the learning rate, as the trainer will, and asks it for rates in and behind the warm-up."""
+    """Creates the schedule of the learning rate, as the trainer will, and computes rates during and after warm-up."""
     warmup = arguments.get_warmup_steps(1000)
-    steps = warmup + 1000  # any number: how many there are is known later
+    steps = warmup + 1000  # any number serves, because the real number is not known yet
     optimizer = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=arguments.learning_rate)
     options: Any = arguments.lr_scheduler_kwargs
     try:
@@ -421,14 +422,14 @@ def _check_schedule(arguments: DFlashTrainingArguments) -> None:
 
 
 def _check_attention(arguments: DFlashTrainingArguments) -> None:
-    """Refuses FlexAttention on a CPU, where torch has no backward pass of it."""
+    """Refuses FlexAttention on a CPU, because torch has no backward pass for it there."""
     device = arguments.device.type
     is_possible = arguments.attention != "flex" or device != "cpu"
     require(is_possible, "an accelerator for --attention flex", device, "use auto or sdpa")
 
 
 def _check_compilation(arguments: DFlashTrainingArguments) -> None:
-    """Asks torch whether it knows the backend and the mode of a compilation; nothing is compiled."""
+    """Checks that torch knows the backend and the mode of a compilation. Nothing is compiled."""
     if not arguments.torch_compile:
         return
     options: dict[str, Any] = {"backend": arguments.torch_compile_backend}
@@ -444,7 +445,7 @@ def _check_compilation(arguments: DFlashTrainingArguments) -> None:
 
 
 def _check_loader(arguments: DFlashTrainingArguments) -> None:
-    """Makes a loader with the workers that the trainer's will have; none of them is begun."""
+    """Creates a loader with the worker options of the trainer. No worker is started."""
     options = loader_options(arguments)
     rows: Any = [0]
     try:
@@ -461,11 +462,11 @@ def _check_disk(
 ) -> None:
     """Refuses a disk without room for the checkpoints that are kept, the draft, its exports, and some answers.
 
-    What the run has written of them needs no room again.
+    Files that the run has written already need no further room.
     """
     out = settings.output_dir
     num_kept = arguments.save_total_limit or 1
-    # One is whole before an older one goes
+    # A new checkpoint is complete before an older one is deleted.
     checkpoints = CHECKPOINT_BYTES * (num_kept + 1) * num_weights
     checkpoints -= _num_bytes(out / "run") - _num_bytes(*whole_checkpoints(out / "run")[num_kept:])
     drafts = DRAFT_BYTES * (1 + len(settings.formats)) * num_weights
@@ -483,6 +484,6 @@ def _check_disk(
 
 
 def _num_bytes(*folders: Path) -> int:
-    """The bytes of all files in some folders; 0 of one that is not there."""
+    """Returns the bytes of all files in some folders. A folder that does not exist counts as 0."""
     files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)

@@ -1,4 +1,4 @@
-"""What the first of several processes does alone, and how the others learn of it."""
+"""This module lets the first of several processes do work alone, and sends the result to the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Value = TypeVar("Value")
 
 
 def by_the_first(work: Callable[[], Value]) -> Value:
-    """Returns in every process what the first one returns, which alone does the work; all processes call it.
+    """Lets the first process do some work, and returns its result in every process. All processes must call it.
 
-    The first process raises an error of the work. The others end without a word: the first one says what is wrong.
+    If the work fails, the first process raises the error. The other processes end without a message.
 
     Raises:
-        typer.Exit: If the first process fails and this is another one.
+        typer.Exit: If the work has failed in the first process and this is another process.
     """
     if num_processes() == 1:
         return work()

@@ -1,4 +1,4 @@
-"""How the options of `dflash-hf train` are read: YAML as the words of a command line, so that both have one reader."""
+"""This module reads options of `dflash-hf train`. YAML becomes words of a command line, so both have one reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_hf.cli.train_settings import OPTIONS, flag
 from dflash_hf.errors import listed, one_line, require
 
 UPLOAD = ("hub_model_id", "hub_private_repo")
-# Training arguments that the command has no use for -> what to do.
+# Training arguments that have no use in the command -> advice.
 OF_PYTHON = {
     "resume_from_checkpoint": "leave it out: the run in the folder continues from its last complete checkpoint",
     "save_dtype": "leave it out: the draft is saved in the target's dtype",
@@ -20,10 +20,10 @@ OF_PYTHON = {
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads the settings in a YAML file; names may be written with `-` or `_`.
+    """Reads the settings in a YAML file. Names may be written with `-` or `_`.
 
     Raises:
-        ValueError: If it is not there, no YAML, or no mapping of names to values.
+        ValueError: If the file does not exist, is no YAML, or is no mapping of names to values.
     """
     import yaml
 
@@ -43,7 +43,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> Any:
-    """Returns a value of an option as it is on the command line: lists with commas, objects as JSON."""
+    """Returns the value of an option in the form of the command line: lists with commas, objects as JSON."""
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     if isinstance(value, dict):
@@ -66,10 +66,10 @@ def as_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def read_arguments(words: Sequence[str]) -> dict[str, Any]:
-    """Reads those fields of `DFlashTrainingArguments` that are given (`--optim muon ...`); later ones win.
+    """Reads the given fields of `DFlashTrainingArguments` (`--optim muon ...`). The last of repeated fields counts.
 
     Raises:
-        ValueError: If a name is none of theirs, with the nearest one, or a value is not of its kind.
+        ValueError: If there is no field of a name (the message has the nearest name), or a value has a wrong type.
     """
     if not words:
         return {}
@@ -80,7 +80,7 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
     from dflash_hf.training.arguments import DFlashTrainingArguments
 
     class Parser(HfArgumentParser):
-        """Raises sentences, where `argparse` would print its usage and leave."""
+        """A parser that raises `ValueError`, where `argparse` would print its usage and exit."""
 
         def error(self, message: str) -> NoReturn:
             raise ValueError(
@@ -94,10 +94,10 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         action.required = False
         if action.type is Any:
             action.type = str
-        # It may be a list, of which Transformers' parser knows nothing
+        # The value may be a list, but Transformers' parser does not know this.
         if action.dest == "report_to":
             action.nargs = "+"
-        # Ours are more than the library's, and the arguments' own check knows them
+        # There is one optimizer more than in Transformers. `DFlashTrainingArguments` checks the name.
         if action.dest == "optim":
             action.type = str
             action.choices = None
@@ -112,10 +112,11 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def check_upload(arguments: Mapping[str, Any]) -> None:
-    """Refuses `--push-to-hub` that would not do what it says, before anything is run.
+    """Refuses options of an upload that would have no effect, before anything runs.
 
     Raises:
-        ValueError: If no repository is named, or an option says how the trainer would upload, which uploads nothing.
+        ValueError: If `--push-to-hub` has no repository, or if an option is for uploads by the trainer, which uploads
+            nothing.
     """
     ignored = [name for name in arguments if name.startswith("hub_") and name not in UPLOAD]
     what = f"only {listed(UPLOAD)} of the options hub_..."
@@ -131,17 +132,17 @@ def check_upload(arguments: Mapping[str, Any]) -> None:
 
 
 def check_of_python(arguments: Mapping[str, Any]) -> None:
-    """Refuses training arguments that say something to a trainer in Python, and nothing to the command.
+    """Refuses training arguments that have an effect only in Python, and not in the command.
 
     Raises:
-        ValueError: If one was given.
+        ValueError: If such an argument was given.
     """
     for name, action in OF_PYTHON.items():
         require(name not in arguments, f"no {flag(name)}", arguments.get(name), action)
 
 
 def _refuse_name(name: str, arguments: Sequence[str]) -> NoReturn:
-    """Refuses a name that no option has, with the nearest one."""
+    """Refuses a name that no option has. The message has the nearest name."""
     own = [item.name for item in OPTIONS]
     every = sorted({*own, *arguments, "config", "stages", "redo"})
     nearest = difflib.get_close_matches(name, every, n=1)

@@ -1,8 +1,8 @@
-"""The options of `dflash-hf train`: one dataclass, its checks, and which options each stage is made from.
+"""This module defines the options of `dflash-hf train`, their checks, and the options on which each stage depends.
 
-[`TrainSettings`] is the whole list: a field is an option, with its type, its default and its help. The order of the
-fields is the order of `--help`. torch and Transformers are imported by nothing here: `--help` and a missing target are
-answered without them.
+[`TrainSettings`] lists all options: each field is an option, with its type, its default and its help. The order of the
+fields is the order of `--help`. Nothing here imports torch or Transformers, so that `--help` and the error for a
+missing target come without delay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stage = Literal["prepare", "regenerate", "run", "bench", "export"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 FORMATS: tuple[FormatName, ...] = ("zlab", "speculators", "muse")
 
-# Headings of `--help`, in their order.
+# The headings of `--help`, in their order.
 TRAINING = "Draft and training"
 DATA = "Data"
 ANSWERS = "Answers"
@@ -37,7 +37,7 @@ SERVER_BATCH = 128  # requests in flight at each server
 
 
 def option(panel: str, help: str, default: Any = MISSING) -> Any:
-    """Returns a dataclass field that is an option of the command, under a heading of its help."""
+    """Returns a dataclass field that is an option of the command. Its help appears under the heading `panel`."""
     metadata = {"help": help, "panel": panel}
     if isinstance(default, dict):
         return field(default_factory=dict[str, Any], metadata=metadata)
@@ -46,13 +46,13 @@ def option(panel: str, help: str, default: Any = MISSING) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """What a run is asked for: every field with a help is an option of the command.
+    """The settings of a run. Each field with a help is an option of the command.
 
-    The fields that `DFlashTrainingArguments` has too have the same defaults there (tests/training/test_command.py).
+    Fields that `DFlashTrainingArguments` also has have the same defaults there (tests/training/test_command.py).
 
     Args:
-        output_dir (`Path`): Folder of the whole run.
-        arguments (mapping): Other fields of `DFlashTrainingArguments` that were given.
+        output_dir (`Path`): The folder of the whole run.
+        arguments (mapping): The other given fields of `DFlashTrainingArguments`.
     """
 
     target: str = option(TRAINING, "Folder or Hub id of the target.")
@@ -243,10 +243,10 @@ class TrainSettings:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def check(self) -> None:
-        """Refuses what cannot be run, before anything is read or loaded.
+        """Refuses settings that cannot be run, before anything is read or loaded.
 
         Raises:
-            ValueError: On the first such setting.
+            ValueError: If a setting is refused. The message names the first such setting.
         """
         self._check_places()
         for name, least in LEAST.items():
@@ -281,7 +281,7 @@ class TrainSettings:
         require(are_answered, what, self.self_prompts, "let the target answer (--answers target)")
 
     def _check_without_layers(self) -> None:
-        """Refuses what needs the target's layers, where a server runs them."""
+        """Refuses options that need the target's layers, because only a server has them."""
         have_place = self.feature_cache is not None
         action = "name a folder for the hidden states"
         require(have_place, "--feature-cache with --feature-server", None, action)
@@ -301,7 +301,7 @@ class TrainSettings:
         require(self.packing_length is None, what, self.packing_length, action)
 
     def _check_shared_target(self) -> None:
-        """Refuses what one process would do by itself with a target that several hold together."""
+        """Refuses options that do not work with a target that several processes hold together."""
         beside = "with --tensor-parallel-size"
         action = "leave one of them out: the server runs the target's layers"
         urls = ",".join(self.feature_server)
@@ -312,7 +312,7 @@ class TrainSettings:
         require(self.device == "auto", f"no --device {beside}", self.device, action)
 
     def _check_places(self) -> None:
-        """Refuses a target, data or folders that are not there."""
+        """Refuses a target, data or folders that do not exist."""
         check_place("--target", self.target)
         for source in self.dataset:
             check_place("--dataset", source)
@@ -334,13 +334,13 @@ class TrainSettings:
             require(is_folder, what, self.bench_data_dir, "fix the path")
 
     def check_idle(self, given: Collection[str]) -> None:
-        """Refuses an option that was given and that another one leaves without effect.
+        """Refuses a given option that has no effect because of another option.
 
         Args:
-            given (collection of `str`): Names of the options that were given.
+            given (collection of `str`): The names of the options that were given.
 
         Raises:
-            ValueError: On the first such option.
+            ValueError: If an option has no effect. The message names the first such option.
         """
         is_fresh = self.draft is None
         is_answered = self.answers == "target"
@@ -376,12 +376,12 @@ class TrainSettings:
                     f"expected {flag(idle[0])} {where}, got {shown(value)}; {LEAVE_OUT}"
                 )
         steps = self.arguments.get("eval_steps")
-        # None at all is how a run goes on without held-out rows
+        # `--eval-strategy no` is allowed: a run without held-out rows continues with it
         has_steps = steps is None or self.arguments.get("eval_strategy") != "epoch"
         require(has_steps, "--eval-steps without --eval-strategy epoch", steps, LEAVE_OUT)
 
     def plain(self) -> dict[str, Any]:
-        """Returns all settings as YAML and JSON have them: what another `--config` could be, from any folder."""
+        """Returns all settings as values for YAML and JSON. They can be a `--config` in any working folder."""
         found = asdict(self)
         arguments = found.pop("arguments")
         arguments = {name: _resolved_in(name, value) for name, value in arguments.items()}
@@ -397,7 +397,7 @@ class TrainSettings:
 
     @property
     def answers_at_once(self) -> int:
-        """Prompts that are answered at once; by each server, where servers answer."""
+        """The number of prompts that are answered at once, or by each server at once if servers answer."""
         if self.answer_batch is not None:
             return self.answer_batch
         if self.server:
@@ -405,7 +405,7 @@ class TrainSettings:
         return TARGET_BATCH
 
     def asked(self) -> dict[str, Any]:
-        """Returns [`plain`] without what is its default."""
+        """Returns [`plain`] without the settings that have their default value."""
         unasked = TrainSettings(target="", output_dir=Path()).plain()
         del unasked["output_dir"]
         return {
@@ -415,10 +415,10 @@ class TrainSettings:
         }
 
     def made_from(self, stage: Stage) -> dict[str, Any]:
-        """Returns the options that a stage's output follows from, as plain values; not those of its inputs."""
+        """Returns the options on which a stage's output depends, as plain values, without those of its inputs."""
         plain = self.plain()
         found = {name: plain[name] for name in MADE_FROM[stage]}
-        # Answers that are in the data are not cut: the length is then of the bench's answers alone
+        # Answers in the data are not cut, so this length is then only for the answers of the bench.
         is_of_the_bench = self.answers == "data"
         if is_of_the_bench and stage == "regenerate":
             found["max_new_tokens"] = MAX_NEW_TOKENS
@@ -428,14 +428,14 @@ class TrainSettings:
             keeps_best = bool(self.arguments.get("load_best_model_at_end"))
             how = HOW_IT_IS_RUN if keeps_best else (*HOW_IT_IS_RUN, *WHEN_IT_IS_MEASURED)
             found |= {name: plain[name] for name in self.arguments if not name.startswith(how)}
-            # Eight processes do what one does that accumulates eight batches; those that share a target count as one.
+            # Eight processes equal one that accumulates eight batches. Processes that share a target count as one.
             accumulated = int(found.pop("gradient_accumulation_steps", 1))
             num_groups = num_processes() // self.tensor_parallel_size
             found[BATCHES_PER_STEP] = num_groups * accumulated
         return found
 
 
-# A folder gives the options of its run again, unless a file of options does.
+# The options of a run are taken from its folder again, unless a `--config` is given.
 LEAVE_OUT = "leave one of them out; of a run that began with it, name a --config without it, or a new --output-dir"
 BATCHES_PER_STEP = "processes x gradient_accumulation_steps"
 LEAST = {
@@ -463,7 +463,7 @@ OF_A_FRESH_DRAFT = (
 )
 OF_SAMPLES = ("top_p", "top_k", "min_p", "answer_seed")
 OF_THE_ANSWERS = ("server", "server_model", "temperature", *OF_SAMPLES)
-# Fields that `DFlashTrainingArguments` has too, and that mean the same there.
+# Fields that `DFlashTrainingArguments` also has, with the same meaning.
 OF_THE_TRAINER = (
     "loss",
     "labels",
@@ -496,7 +496,7 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
         "skip_bad_rows",
         "max_image_pixels",
     ),
-    # Which server answers may change while it answers: that it runs the target is checked
+    # The servers may change during the stage, because each server is checked to run the target.
     "regenerate": ("answers", "max_new_tokens", "temperature", *OF_SAMPLES),
     "run": (
         "draft",
@@ -522,7 +522,7 @@ MADE_FROM: dict[Stage, tuple[str, ...]] = {
     "bench": ("bench_data", "bench_prompts"),
     "export": ("formats", "license"),
 }
-# How names of training arguments begin that change nothing of the draft: they may be others when a run goes on.
+# Prefixes of training arguments that do not change the draft. They may differ when a run continues.
 HOW_IT_IS_RUN = (
     "bf16_full_eval",
     "fp16_full_eval",
@@ -551,30 +551,30 @@ HOW_IT_IS_RUN = (
     "activation_checkpointing",
     "per_device_eval_batch_size",
 )
-# A measurement in between changes nothing, unless the best draft so far is the one that is kept.
+# Evaluations during training do not change the draft, unless the best draft so far is kept.
 WHEN_IT_IS_MEASURED = ("eval_",)
-# Training arguments that are JSON or a file with it.
+# Training arguments whose value is JSON or the path of a JSON file.
 MAY_BE_FILES = ("accelerator_config", "fsdp_config")
 OPTIONS = tuple(item for item in fields(TrainSettings) if item.name != "arguments")
 
 
 def flag(name: str) -> str:
-    """Returns an option as a command line has it: `--num-anchors` of `num_anchors`."""
+    """Returns the name of an option on the command line: `--num-anchors` for `num_anchors`."""
     return f"--{name.replace('_', '-')}"
 
 
 def process_index() -> int:
-    """Returns which process of `accelerate launch` or `torchrun` this is."""
+    """Returns the index of this process among those of `accelerate launch` or `torchrun`."""
     return int(os.environ.get("RANK", "0"))
 
 
 def num_processes() -> int:
-    """Returns how many processes were launched together."""
+    """Returns the number of processes that were launched together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _check_urls(name: str, urls: Collection[str]) -> None:
-    """Refuses servers that are no URLs, or are named twice."""
+    """Refuses names of servers that are no URLs, and URLs that are given twice."""
     for url in urls:
         is_url = url.startswith(("http://", "https://"))
         action = "give one such as http://127.0.0.1:8000"
@@ -584,16 +584,16 @@ def _check_urls(name: str, urls: Collection[str]) -> None:
 
 
 def _resolved_in(name: str, value: Any) -> Any:
-    """A training argument as it is from any folder: the file of those that may be one."""
+    """Returns a training argument, with an absolute path if it names a file."""
     may_be_file = name in MAY_BE_FILES and isinstance(value, str)
-    # JSON may be longer than any path, which the file system would refuse to look up.
+    # JSON may be longer than any path, and the file system refuses to look up such a text.
     if may_be_file and not value.lstrip().startswith("{"):
         return _resolved(value)
     return value
 
 
 def _resolved(place: str) -> str:
-    """A path as it is from any folder; a Hub id as it is."""
+    """Returns a path as an absolute path, and a Hub id unchanged."""
     if Path(place).exists():
         return str(Path(place).resolve())
     return place

@@ -1,4 +1,4 @@
-"""The stages of `dflash-hf train`: each reads what those before it wrote, and goes on where it was killed."""
+"""This module runs the stages of `dflash-hf train`. Each stage reads files of earlier ones, and can be continued."""
 
 from __future__ import annotations
 
@@ -80,24 +80,28 @@ logger = logging.getLogger(__name__)
 QUESTIONS = "held_out_questions.jsonl"
 EVERY = "conversations.jsonl"
 SELF_PROMPTS = "self_prompts.jsonl"
-ADDRESSES = ("http://", "https://", "data:")  # of images that are no files
-# A trainer, with its target and optimizer, is in cycles of references, and the next stage loads another target.
+ADDRESSES = ("http://", "https://", "data:")  # prefixes of images that are no files
+# After these stages, memory is freed by garbage collection: a trainer, with its target and optimizer, is in cycles of
+# references, and the next stage may load the target again.
 TAKE_THE_TARGET = ("regenerate", "run")
 
 
 def run_stages(
     settings: TrainSettings, stages: Sequence[Stage], redo: bool, tell: Callable[[str], None]
 ) -> None:
-    """Runs stages in their order; those that are done are not run again.
+    """Runs stages in their order, except those that are done already.
 
-    Under `accelerate launch` every process trains and measures its share; the first one does the rest.
+    Under `accelerate launch`, every process answers, trains and measures its share. The first process does the rest.
 
     Args:
-        redo (`bool`): Whether stages whose options changed may be made again where that loses answers or checkpoints.
+        settings ([`TrainSettings`]): The settings of the run.
+        stages (sequence of `str`): The requested stages, in their order.
+        redo (`bool`): Whether stages with changed options may run again even if answers or checkpoints are lost.
+        tell (callable): It is called with each line for the user.
 
     Raises:
-        ValueError: If something cannot be run, the folder is another run's, or another process runs in it, before
-            anything is written; or if the disk or the device's memory is full.
+        ValueError: If an option cannot be run, the folder does not belong to a run, or another process runs in it. In
+            these cases nothing has been written. Also if the disk or the device's memory is full.
     """
     has_layers = not settings.feature_server
     action = "add --stages prepare,regenerate,run,export, and measure where the target runs"
@@ -114,12 +118,12 @@ def run_stages(
     require(num_ranks == 1 or "bench" not in stages, what, ",".join(stages), action)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    # It refuses what is out of range
+    # The arguments are made now, because they refuse options that are out of range.
     arguments = make_arguments(settings, **evaluation(settings, settings.num_eval > 0))
     state = RunState(settings, stages, redo)
     state.check_folder()
     with ExitStack() as kept:
-        # What is done is read behind the lock: another process may have ended just now
+        # The state of the stages is read after locking, because another process may have ended just now.
         by_the_first(lambda: kept.enter_context(locked(settings.output_dir)))
         _run_pending(settings, arguments, state, tell)
 
@@ -130,7 +134,7 @@ def _run_pending(
     state: RunState,
     tell: Callable[[str], None],
 ) -> None:
-    """Runs the stages that are not done, in a folder that no other command writes to."""
+    """Runs the stages that are not done. The folder is locked, so no other command writes to it."""
     is_first = process_index() == 0
     target = TargetOnce(settings)
     preflight(settings, arguments, state, target)
@@ -140,7 +144,7 @@ def _run_pending(
             if is_first:
                 tell(f"{stage}: done before, {state.folder(stage)}")
             continue
-        # A bench waits itself, and leaves the group: nobody can wait for what comes behind it
+        # A bench waits for all processes itself and then leaves their group, so no process can wait for the export.
         has_group = stage != "export"
         if not has_group and not is_first:
             continue
@@ -166,12 +170,12 @@ def _run_pending(
 
 
 def _begin(state: RunState, tell: Callable[[str], None]) -> list[Stage]:
-    """Removes what is outdated in the folder, and returns the stages that are to be run."""
+    """Removes outdated files from the folder, and returns the stages to run."""
     if state.outdated:
         tell(f"made again: {', '.join(state.outdated)}; {state.reason}")
     state.discard_outdated()
     pending = state.pending()
-    # Options of a command that runs nothing would stay, and be refused or meant by the next one
+    # A command that runs nothing does not store its options: the next command would take or refuse them.
     if pending:
         state.write_settings()
     return pending
@@ -184,7 +188,7 @@ def _run_stage(
     state: RunState,
     target: TargetOnce,
 ) -> dict[str, Any]:
-    """Runs a stage, or this process's share of it, and returns what it tells."""
+    """Runs a stage, or this process's share of it, and returns facts about it for the user."""
     try:
         facts = RUNNERS[stage](settings, state, target)
     except (OSError, RuntimeError, MemoryError, FloatingPointError) as error:
@@ -202,20 +206,20 @@ def _end_stage(
     state: RunState,
     tell: Callable[[str], None],
 ) -> None:
-    """Records that a stage is done, and tells it."""
+    """Records that a stage is done, and prints its facts."""
     state.write(stage, {**facts, "seconds": round(time.perf_counter() - began, 1)})
     tell(f"{stage}: {_told(facts)}, {state.folder(stage)}")
 
 
 def _is_shared(stage: Stage, settings: TrainSettings) -> bool:
-    """Whether every process does a part of a stage."""
+    """Says whether every process does a part of a stage."""
     if stage == "regenerate":
         return settings.answers == "target" and not settings.server
     return stage in ("run", "bench")
 
 
 def _upload(settings: TrainSettings, draft: Path) -> str:
-    """Does what `dflash-hf push` does, and returns the draft's id."""
+    """Uploads the draft as `dflash-hf push` does, and returns its id on the Hub."""
     repo: str = settings.arguments["hub_model_id"]
     with TemporaryDirectory(prefix="dflash-push-") as made:
         write_repository(str(draft), Path(made), repo, settings.target, settings.license)
@@ -235,7 +239,7 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
             chat_template_kwargs=settings.chat_template_kwargs,
         )
         write_prompts(written, model, processor)
-        # The limit is for the data
+        # `num_prompts` limits only the data.
         whole = [str(written.output)]
         datasets += whole
     found = prepare(
@@ -254,13 +258,13 @@ def _prepare(settings: TrainSettings, state: RunState, target: TargetOnce) -> di
             chat_template_kwargs=settings.chat_template_kwargs,
         ),
         load_processor(settings.target),
-        # What a stage that did not end has left is nobody's yet; `RunState` keeps what one that ended has
+        # A file of an unfinished stage may be replaced. `RunState` protects the files of a finished stage.
         replaces=True,
     )
     num_train, num_held_out = split_rows(
         folder / EVERY, folder / TRAIN, folder / HELD_OUT, settings.num_eval
     )
-    # Rows may be prepared to be answered alone
+    # Rows may be prepared only to be answered.
     if "run" in state.stages:
         check_prepared(settings, folder)
     facts: dict[str, Any] = {"conversations": num_train, "held_out": num_held_out}
@@ -287,7 +291,7 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
             )
         model, processor = target.take()
         if settings.draft is not None:
-            # Of several processes each has a device of its own
+            # Each of several processes has its own device.
             place = {"": execution_device(model)}
             draft = load_draft(settings.draft, dtype=model.dtype, device_map=place)
     else:
@@ -307,7 +311,7 @@ def _regenerate(settings: TrainSettings, state: RunState, target: TargetOnce) ->
             if "run" in state.stages:
                 check_held_out(settings, state.folder("regenerate"))
             facts[HELD_OUT_ERRORS] = len(RowFile(prompts))
-            # An error would come again with each repetition: the prompts would get no answer either
+            # An error would be raised again in each run of the command, because these prompts are not asked again.
             logger.warning("The draft is trained without an evaluation: %s", error)
             continue
         if name == HELD_OUT and report.num_errors:
@@ -345,7 +349,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
             _write_served_features(settings, trainer, examples)
     begun = bool(whole_checkpoints(state.path / "run"))
     facts: dict[str, Any] = {}
-    # Without its layers the target cannot say whether the answers are its own
+    # Only a target with its layers can check whether the answers are its own.
     if arguments.group_index == 0 and not begun and trainer.target.has_layers:
         facts["share_of_own_answers"] = round(own_share(trainer.target, train), 4)
     trainer.train(resume_from_checkpoint=begun)
@@ -354,7 +358,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     facts |= {"steps": trainer.state.global_step, "examples": len(train)}
     if not trainer.is_world_process_zero():
         return facts
-    # What is served is of the target's dtype; the float32 weights are in run/.
+    # The draft is served in the target's dtype. The checkpoints in run/ keep the float32 weights.
     load_draft(fresh, dtype=model.dtype).save_pretrained(fresh)
     (fresh / TRAINING_ARGS_NAME).unlink()  # a pickle, which only the checkpoints in run/ need
     place = state.folder("run")
@@ -365,7 +369,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     lengths = [record[name] for record in trainer.state.log_history if name in record]
     best = trainer.state.best_metric
     if arguments.load_best_model_at_end and best is not None:
-        lengths.append(best)  # of the draft that was kept, which need not be the last one
+        lengths.append(best)  # the best draft was kept, which may not be the last one
     if lengths:
         facts["acceptance_length"] = round(lengths[-1], 3)
     return facts
@@ -377,7 +381,7 @@ def _draft_to_train(
     processor: Processor,
     train: Sequence[Example],
 ) -> Any:
-    """The draft that was named, or a fresh one, in float32."""
+    """Returns the draft of `--draft` in float32, or a fresh draft."""
     if settings.draft is not None:
         return load_draft(settings.draft, dtype=torch.float32)
     fields = fresh_options(settings, processor)
@@ -390,7 +394,7 @@ def _draft_to_train(
 def _write_served_features(
     settings: TrainSettings, trainer: DFlashTrainer, examples: Sequence[Example]
 ) -> None:
-    """Has the servers compute the hidden states of all examples; each process asks for its share."""
+    """Lets the servers compute the hidden states of all examples. Each process requests its share."""
     mine = share_of(examples, process_index(), num_processes())
     cache = FeatureCache(str(settings.feature_cache), trainer.args.feature_dtype)
     servers = feature_servers(settings)
@@ -401,7 +405,7 @@ def _write_served_features(
 
 
 def _examples(path: Path, processor: Processor, settings: TrainSettings) -> Sequence[Example]:
-    """The examples of a file; none where there is no file or nothing in it."""
+    """Returns the examples of a file, or none if the file does not exist or is empty."""
     if not path.is_file() or not path.stat().st_size:
         return []
     return read_examples(path, processor, settings.max_length)
@@ -410,7 +414,7 @@ def _examples(path: Path, processor: Processor, settings: TrainSettings) -> Sequ
 def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict[str, Any]:
     target.drop()  # the bench loads its own
     folder = state.folder("bench")
-    # Asked before the first process can write there
+    # This is read before the first process can write to the folder.
     resume = folder.is_dir() and any(folder.iterdir())
     data = settings.bench_data
     facts: dict[str, Any] = {}
@@ -433,7 +437,7 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
         RunSettings(
             out=folder,
             data=data,
-            # What the draft itself brings is over this package's own decoding without it
+            # `undrafted` is this package's decoding without the draft. It shows the speed-up of the draft itself.
             methods=("plain", "undrafted", "dflash"),
             data_dir=None if settings.bench_data_dir is None else Path(settings.bench_data_dir),
             num_prompts=settings.bench_prompts,
@@ -447,7 +451,7 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
             resume=resume,
         )
     )
-    if process_index() != 0:  # the first one writes what was measured
+    if process_index() != 0:  # only the first process writes the measurements
         return {}
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     (drafted,) = (method for method in summary["methods"] if method["method"] == "dflash")
@@ -465,10 +469,10 @@ def _bench(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
 
 
 def question_of(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns a held-out conversation as a question of a bench: all up to the user's last turn, with its images.
+    """Returns a held-out conversation as a question of a bench: all turns up to the user's last turn, with images.
 
-    It is empty where a bench cannot ask it: it has a video, an image is no file, or one comes behind the first of
-    several turns that are asked one by one, as those of a conversation of the user's turns alone.
+    The result is empty if a bench cannot ask the question. This is so if the conversation has a video or an image that
+    is no file, or if it has only user turns (a bench asks them one by one) and an image after the first turn.
     """
     found = resolved(row, folder)
     messages = found["messages"]
@@ -525,7 +529,7 @@ RUNNERS: dict[Stage, Callable[[TrainSettings, RunState, TargetOnce], dict[str, A
 
 
 def _told(facts: dict[str, Any]) -> str:
-    """What a stage tells of itself."""
+    """Returns the facts of a stage as a line for the user."""
     parts = [f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items()]
     return ", ".join(parts) or "done"
 

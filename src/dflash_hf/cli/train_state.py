@@ -1,9 +1,9 @@
-"""The folder of a training run: which stages are done, what each was made from, and what of it has changed since.
+"""This module keeps the state of a training run's folder: which stages are done, and with which options.
 
-`stages.json` says it, written whole or not at all. A stage is done if it says so, its folder is there, and the options
-that it was made from are those that are asked for now. A changed option, or a data file that was edited behind the
-first stage, makes that stage and those behind it again; where answers, checkpoints or a draft would be lost that way,
-it is refused until `--redo` asks for it.
+The state is in `stages.json`, which is written completely or not at all. A stage is done if this file says so, the
+folder of the stage exists, and its options are the same as now. If an option has changed, or a data file was edited
+after the first stage, this stage and the later ones run again. If answers, checkpoints or a draft would be lost, the
+command refuses this unless `--redo` is given.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 STAGES_FILE = "stages.json"
 SETTINGS_FILE = "settings.yaml"
 LOCK_FILE = ".lock"
-# Of each of the first two stages: the rows that are trained on, and those that are held out.
+# Files of each of the first two stages: the rows that are trained on, and the rows that are held out.
 TRAIN = "train.jsonl"
 HELD_OUT = "held_out.jsonl"
-# What `stages.json` calls the number of prompts that got no answer, of each of these two.
+# Keys in `stages.json` for the number of prompts without an answer, one for each of these two files.
 TRAIN_ERRORS = "in_the_errors_file"
 HELD_OUT_ERRORS = "held_out_in_the_errors_file"
-# The file beside the answers that has these prompts.
+# The files beside the answers that hold these prompts.
 ERRORS = {TRAIN_ERRORS: "train.errors.jsonl", HELD_OUT_ERRORS: "held_out.errors.jsonl"}
-# Folders that each stage leaves; the first one is there when it is done.
+# The folders that each stage writes. When a stage is done, its first folder exists.
 FOLDERS: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared",),
     "regenerate": ("answered",),
@@ -46,7 +46,7 @@ FOLDERS: dict[Stage, tuple[str, ...]] = {
     "bench": ("bench",),
     "export": ("export",),
 }
-# What took long to make: prompts and answers of the target, checkpoints, the draft.
+# Files that took long to make: prompts and answers of the target, checkpoints, the draft.
 COSTLY: dict[Stage, tuple[str, ...]] = {
     "prepare": ("prepared/self_prompts.jsonl",),
     "regenerate": ("answered/*.jsonl",),
@@ -54,28 +54,28 @@ COSTLY: dict[Stage, tuple[str, ...]] = {
     "bench": (),
     "export": (),
 }
-# Options of the first stage that change neither what is made of a row nor the prompts that the target writes.
+# Options of the first stage that change neither the result for a row nor the prompts that the target writes.
 WHICH_ROWS = ("dataset", "num_prompts", "num_eval", "skip_bad_rows")
 
 
 def continuing(folder: Path) -> str:
-    """Returns the command that goes on with a run, or what to start it with: several processes go on as so many."""
+    """Returns the command that continues a run. For several processes, it says how to launch the same number again."""
     count = num_processes()
     if count == 1:
         return f"dflash-hf train --output-dir {folder}"
-    # The user alone knows the launcher: torchrun or accelerate, with a file that may ask for FSDP, on so many nodes.
+    # Only the user knows the launcher (torchrun, or accelerate with a config file) and the number of nodes.
     return f"the same launcher of {count} processes and -m dflash_hf train --output-dir {folder}"
 
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Keeps a run's folder for this process: two would write each answer twice.
+    """Locks a run's folder for this process, because two processes would write each answer twice.
 
-    The kernel releases it where the process is killed. Folders that are made here are removed again if nothing was
-    written there. Where Python has no locks of files (Windows), or the disk has none, nothing is kept.
+    If the process is killed, the kernel releases the lock. Folders that are created here are removed again if nothing
+    was written into them. If Python has no file locks (Windows), or the disk has none, the folder is not locked.
 
     Raises:
-        ValueError: If another process keeps it.
+        ValueError: If another process has locked the folder.
     """
     if find_spec("fcntl") is None:
         yield
@@ -88,12 +88,12 @@ def locked(folder: Path) -> Generator[None]:
             yield
         finally:
             _remove_unused(folder, made)
-            # Not left to the closing: a forked worker may have the file open still
+            # Closing the file might not release the lock, because a forked worker may still have the file open.
             _unlock(file)
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    """Locks a file, or says that its disk has no locks."""
+    """Locks a file, or logs that its disk has no locks."""
     import fcntl
 
     try:
@@ -113,12 +113,12 @@ def _unlock(file: IO[str]) -> None:
     """Releases a lock before its file is closed."""
     import fcntl
 
-    with suppress(OSError):  # of a disk without locks
+    with suppress(OSError):  # a disk without locks raises it
         fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _remove_unused(folder: Path, made: Sequence[Path]) -> None:
-    """Removes the lock and the folders made for it, unless there is something else."""
+    """Removes the lock file and the folders made for it, if the folder has no other file."""
     if not folder.is_dir():
         return
     names = [path.name for path in folder.iterdir()]
@@ -126,21 +126,22 @@ def _remove_unused(folder: Path, made: Sequence[Path]) -> None:
         return
     (folder / LOCK_FILE).unlink()
     for place in made:
-        with suppress(OSError):  # another run may have begun in it
+        with suppress(OSError):  # another run may have started in this folder
             place.rmdir()
 
 
 class RunState:
-    """What a run's folder says of its stages.
+    """The state of the stages in a run's folder.
 
     Args:
-        settings ([`TrainSettings`]): What is asked for now.
-        stages (sequence of `str`): The stages that are asked for, in their order.
-        redo (`bool`): Whether costly stages may be made again.
+        settings ([`TrainSettings`]): The current settings.
+        stages (sequence of `str`): The requested stages, in their order.
+        redo (`bool`): Whether costly stages may run again.
 
     Attributes:
-        target (`dict[str, str]`): Hashes that tell the target from a changed one, as far as they are known.
-        outdated (`list[Stage]`): Stages whose output is of other options than those asked for now.
+        target (`dict[str, str]`): The hashes that identify the target, as far as they are known.
+        outdated (`list[Stage]`): The stages whose output was made with other options than the current ones.
+        reason (`str`): The changes that have outdated these stages.
     """
 
     def __init__(self, settings: TrainSettings, stages: Sequence[Stage], redo: bool) -> None:
@@ -153,18 +154,18 @@ class RunState:
         self.reason = ""
 
     def folder(self, stage: Stage) -> Path:
-        """Returns where a stage's output is."""
+        """Returns the folder of a stage's output."""
         return self.path / FOLDERS[stage][0]
 
     def check_folder(self) -> None:
-        """Refuses a folder that is no run's.
+        """Refuses a folder that does not belong to a run.
 
         Raises:
-            ValueError: If it has other files.
+            ValueError: If the folder has files, but none of a run.
         """
         found: list[str] = []
         if self.path.is_dir():
-            # Parts of files are those of a process that was killed, or of another one's that is writing now.
+            # Partial files are from a process that was killed, or from one that is writing now.
             files = [file for file in self.path.iterdir() if file.suffix != ".part"]
             found = [file.name for file in files if file.name != LOCK_FILE]
         is_ours = not found or STAGES_FILE in found or found == [SETTINGS_FILE]
@@ -172,10 +173,11 @@ class RunState:
         require(is_ours, what, str(self.path), "name another")
 
     def check(self) -> None:
-        """Finds the stages whose options have changed; nothing in the folder is changed.
+        """Finds the stages whose options have changed. Nothing in the folder is changed.
 
         Raises:
-            ValueError: If a costly stage has changed options, or what a stage needs is neither there nor asked for.
+            ValueError: If a costly stage has changed options, or if a stage needs another one that is neither done nor
+                requested.
         """
         for stage in self._looked_at():
             changes = self._changes(stage)
@@ -185,10 +187,10 @@ class RunState:
         self._check_inputs()
 
     def check_target(self, target: Mapping[str, str]) -> None:
-        """Takes what tells the target from others, and compares it with the target that stages were made with.
+        """Takes the hashes that identify the target, and compares them with the target of the earlier stages.
 
         Raises:
-            ValueError: If it has changed, and a costly stage was made with what it was before.
+            ValueError: If the target has changed, and a costly stage was made with the earlier target.
         """
         self.target = dict(target)
         for stage in self._looked_at():
@@ -201,22 +203,22 @@ class RunState:
         self._check_inputs()
 
     def is_done(self, stage: Stage) -> bool:
-        """Returns True if a stage has been run to its end with these options, and what it made is there."""
+        """Returns True if a stage has finished with these options, and its output exists."""
         if stage in self.outdated:
             return False
-        # Checkpoints alone are a record of the training, and no draft
+        # The first folder must exist: checkpoints without a draft are no output.
         has_output = self.folder(stage).exists()
         return has_output and bool(self._record(stage).get("finished"))
 
     def pending(self) -> list[Stage]:
-        """Returns the stages that are asked for and not done."""
+        """Returns the requested stages that are not done."""
         pending = {stage for stage in self.stages if not self.is_done(stage)}
         if self._has_prompts_to_send_again():
             pending.add("regenerate")
         return [stage for stage in self.stages if stage in pending]
 
     def discard_outdated(self) -> None:
-        """Removes what outdated stages have left, the last one's first: killed in between it can be done again."""
+        """Removes the output of outdated stages, from the last stage to the first, so that a kill leaves no gap."""
         for stage in reversed(self.outdated):
             for name in FOLDERS[stage]:
                 if (self.path / name).exists():
@@ -227,8 +229,8 @@ class RunState:
         self.outdated = []
 
     def write(self, stage: Stage, facts: dict[str, Any] | None = None) -> None:
-        """Records what a stage is made from before it writes anything; with facts, that it is done."""
-        # Of the files as they were read, which may have been edited meanwhile.
+        """Records the options of a stage before it writes anything. With `facts`, records that the stage is done."""
+        # The digests from the beginning of the stage are kept, because the files may have been edited meanwhile.
         data = self._known.get(stage, {}).get("data", {})
         is_begun = facts is None
         if is_begun and stage == "prepare":
@@ -245,11 +247,11 @@ class RunState:
         (self.path / FOLDERS[stage][-1]).mkdir(exist_ok=True)
 
     def facts(self, stage: Stage) -> dict[str, Any]:
-        """Returns what a stage told when it ended."""
+        """Returns the facts of a finished stage."""
         return self._record(stage).get("facts", {})
 
     def write_settings(self) -> None:
-        """Writes `settings.yaml`: another run's `--config`, and what this one goes on with."""
+        """Writes `settings.yaml`, with which this run continues. It can also be the `--config` of another run."""
         import yaml
 
         asked = without_algorithm(self.settings).asked()
@@ -258,7 +260,7 @@ class RunState:
         write_whole(self.path / SETTINGS_FILE, text)
 
     def _has_prompts_to_send_again(self) -> bool:
-        """Whether a file of prompts that got no answer was removed, and no draft learns from the others' answers."""
+        """Says whether the user has removed a file of prompts without an answer, and no training has begun yet."""
         facts = self.facts("regenerate")
         folder = self.folder("regenerate")
         are_removed = [
@@ -268,17 +270,17 @@ class RunState:
         return any(are_removed) and not is_learned
 
     def _looked_at(self) -> list[Stage]:
-        """The stages whose options matter: those that are asked for, and the costly ones before them."""
+        """Returns the stages whose options matter: the requested stages, and the costly stages before them."""
         last = STAGES.index(self.stages[-1])
         return [stage for stage in STAGES[: last + 1] if COSTLY[stage] or stage in self.stages]
 
     def _changes(self, stage: Stage) -> str:
-        """Names what of a stage's options has changed since it was begun, with both values; empty if nothing has."""
+        """Names the options of a stage that have changed since it began, with both values, or returns `""`."""
         before = self._record(stage).get("made_from")
         if before is None:
             return ""
         now = _as_json(self.settings.made_from(stage))
-        # What an option is by default is what it was before there was one.
+        # An option that did not exist when the stage was made had its default value.
         defaults = TrainSettings(target="", output_dir=self.path, answers=self.settings.answers)
         default = _as_json(defaults.made_from(stage))
         told: list[str] = []
@@ -293,14 +295,14 @@ class RunState:
         return listed(told, "; ")
 
     def _is_preparing(self) -> bool:
-        """Whether the first stage did not end, and nothing stands behind it: it goes on with other rows, too."""
+        """Says whether the first stage is unfinished and no later one has begun. It can then go on with other rows."""
         is_done = bool(self._record("prepare").get("finished"))
         return not is_done and not any(self._record(later) for later in STAGES[1:])
 
     def _changed_data(self, stage: Stage) -> list[str]:
-        """Names the files that a finished stage has read and that say something else now."""
+        """Names the files that a finished stage has read and that have other contents now."""
         record = self._record(stage)
-        # A stage that was killed reads an edited file again, part by part.
+        # An unfinished stage reads the files again, so edits do not matter.
         if not record.get("finished"):
             return []
         known: dict[str, str] = record.get("data", {})
@@ -311,23 +313,23 @@ class RunState:
         return [f"{name} has other contents" for name in changed]
 
     def _target_of(self, stage: Stage) -> dict[str, str]:
-        """What of the target a stage's output follows from."""
+        """Returns the hashes of the target on which a stage's output depends."""
         if stage == "prepare" and not self.settings.self_prompts:
             names = self.target.keys() & {"chat_template", "vocabulary"}
             return {name: self.target[name] for name in sorted(names)}
         return self.target
 
     def _made_with(self, stage: Stage) -> dict[str, str]:
-        """What is known of the target that a stage was made with."""
+        """Returns the recorded hashes of the target with which a stage was made."""
         known: Any = self._record(stage).get("target")
         if stage in self.outdated or not isinstance(known, dict):
             return {}
         return known
 
     def _outdate(self, stage: Stage, reason: str) -> None:
-        """Marks a stage and those behind it to be made again, if nothing is lost by that or `--redo` asks for it."""
+        """Marks a stage and later ones as outdated. Raises `ValueError` if costly files are lost without `--redo`."""
         later: list[Stage] = [*STAGES[STAGES.index(stage) :]]
-        if not COSTLY[stage]:  # what is not asked for stays as it is
+        if not COSTLY[stage]:  # stages that are not requested stay as they are
             later = [name for name in later if name in self.stages]
         later = [name for name in later if self._record(name)]
         lost = [name for name in later if self._has_costly(name)]
@@ -341,11 +343,11 @@ class RunState:
         self.reason = reason
 
     def _has_costly(self, stage: Stage) -> bool:
-        """Whether a stage has left something that took long to make."""
+        """Says whether a stage has written files that took long to make."""
         return any(any(self.path.glob(pattern)) for pattern in COSTLY[stage])
 
     def _check_inputs(self) -> None:
-        """Refuses stages whose inputs are neither there nor asked for."""
+        """Refuses stages whose inputs neither exist nor come from a requested stage."""
         for stage in self.stages:
             needed = STAGES[: min(STAGES.index(stage), STAGES.index("bench"))]
             missing = [
@@ -355,7 +357,7 @@ class RunState:
             require(not missing, what, None, "ask for these --stages too")
 
     def _record(self, stage: Stage) -> dict[str, Any]:
-        """What is known of a stage that has left something; empty if it has not."""
+        """Returns the record of a stage in `stages.json`. It is empty if no folder of the stage exists."""
         is_there = any((self.path / name).exists() for name in FOLDERS[stage])
         return self._known.get(stage, {}) if is_there else {}
 
@@ -364,7 +366,7 @@ class RunState:
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """What the folder says of every stage."""
+        """The content of `stages.json`: stage -> its record."""
         file = self.path / STAGES_FILE
         if not file.is_file():
             return {}
@@ -373,7 +375,7 @@ class RunState:
 
 
 def digests_of(datasets: Sequence[str]) -> dict[str, str]:
-    """Returns a digest of the contents of each set of rows that is a file, by its whole path."""
+    """Returns a digest of the content of each data set that is a file: absolute path -> digest."""
     found: dict[str, str] = {}
     for name in datasets:
         if name.endswith(FILES):
@@ -383,5 +385,5 @@ def digests_of(datasets: Sequence[str]) -> dict[str, str]:
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as they are when they were written to a file and read again."""
+    """Returns values in the form that they have after they were written as JSON and read again."""
     return json.loads(json.dumps(values))

@@ -1,1 +1,1 @@
-"""Rows, prompts and images: read, checked and written; the client of a server that answers them."""
+"""This package reads, checks and writes rows, prompts and images, and has a client of servers that answer prompts."""

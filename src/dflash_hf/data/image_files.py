@@ -1,6 +1,6 @@
-"""Images of files: read within limits, whatever they are, or refused in one sentence; measured; named by contents.
+"""This module reads images within limits, measures and stores them, and refuses other files with a sentence.
 
-Pillow is imported by the functions that need it: text does without.
+Only the functions that need Pillow import it, because text needs no Pillow.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILE_BYTES = 20 * 2**20
-MAX_PIXELS = 64_000_000  # decoded, before anything is shrunk: 192 MB
-# A conversation's larger images are shrunk to this: what it holds stays bounded.
+MAX_PIXELS = 64_000_000  # before shrinking. The decoded image takes 192 MB
+# Larger images of a conversation are shrunk to this number of pixels, so that its memory is bounded.
 KEPT_PIXELS = 4_000_000
-# No others: some of Pillow's readers start programs or follow references.
+# Other formats are refused, because some of Pillow's readers start programs or follow references.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-# How files of a kind begin -> how they are called: whoever sends one to a server says its kind by its name.
+# First bytes of a file -> suffix of its name. Clients tell a server the format of an image by this suffix.
 KINDS = {
     b"\x89PNG": ".png",
     b"\xff\xd8": ".jpg",
@@ -31,15 +31,15 @@ KINDS = {
     b"II*\0": ".tif",
     b"MM\0*": ".tif",
 }
-ORIENTATION = 0x0112  # of Exif; from 5 on width and height are swapped
-# What Pillow raises at an image that is none or is damaged, be it only in its tags (Exif): Transformers' and Datasets'
-# readers refuse such an image too.
+ORIENTATION = 0x0112  # a tag of Exif. From the value 5 on, width and height are swapped
+# Pillow raises these errors for a file that is no image or is damaged, even if only its Exif tags are damaged. The
+# readers of Transformers and Datasets refuse such an image too.
 DAMAGED = (OSError, SyntaxError, EOFError, ValueError, IndexError, TypeError, struct.error)
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 class ImageError(ValueError):
-    """Raised where an image, the file at `path` if it is one of several, is the reason for a refusal."""
+    """Raised if an image is refused. If it is one of several files, `path` is its file."""
 
     def __init__(self, sentence: str, path: Path | None = None) -> None:
         super().__init__(sentence)
@@ -47,12 +47,12 @@ class ImageError(ValueError):
 
 
 def has_pillow() -> bool:
-    """Whether there is Pillow, without which neither images nor their processors load."""
+    """Says whether Pillow is installed. Without it, neither images nor their processors can be loaded."""
     return find_spec("PIL") is not None
 
 
 def check_pillow() -> None:
-    """Raises `ValueError` if there is no Pillow."""
+    """Raises `ValueError` if Pillow is not installed."""
     if not has_pillow():
         raise ValueError(
             "expected Pillow for images, got no module PIL; pip install 'dflash-hf[vlm]'"
@@ -62,18 +62,20 @@ def check_pillow() -> None:
 def read_image(
     path: Path, data: bytes | None = None, max_pixels: int = KEPT_PIXELS
 ) -> tuple[Any, int]:
-    """Reads an image: its first frame, upright, transparency on white, grey levels of 16 bits scaled to 8.
+    """Reads the first frame of an image, upright and on white. Grey levels of 16 bits are scaled to 8 bits.
 
-    With `data` that is what would be in the file, and `path` only what to call it. An image of more than `max_pixels`
-    is shrunk to that.
+    Args:
+        path (`Path`): The file of the image.
+        data (`bytes`, *optional*): The bytes of the image. If they are given, `path` is only its name in messages.
+        max_pixels (`int`): An image with more pixels is shrunk to this number.
 
     Returns:
-        `tuple[PIL.Image.Image, int]`: The frame, in RGB, and how many frames there are.
+        `tuple[PIL.Image.Image, int]`: The frame in RGB, and the number of frames.
 
     Raises:
-        ImageError: If it is too large, in bytes or (by its header, before anything is decoded) in pixels, or is no
-            image that can be read.
-        ValueError: If there is no Pillow.
+        ImageError: If the image has too many bytes or pixels, or cannot be read. The pixels are checked by the header,
+            before anything is decoded.
+        ValueError: If Pillow is not installed.
     """
     check_pillow()
     from PIL import Image
@@ -110,7 +112,7 @@ def read_image(
 
 
 def shrunk_image(path: Path, data: bytes | None, max_pixels: int) -> bytes:
-    """Returns an image of at most so many pixels, as PNG; arguments and errors as of [`read_image`]."""
+    """Returns an image of at most `max_pixels` pixels as PNG. Arguments and errors are those of [`read_image`]."""
     image, _ = read_image(path, data, max_pixels)
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -118,13 +120,16 @@ def shrunk_image(path: Path, data: bytes | None, max_pixels: int) -> bytes:
 
 
 def content_name(data: bytes) -> str:
-    """Returns a file name that says what is in it: a hash, and the kind of image by how it begins."""
+    """Returns a file name for an image: a hash of its bytes, and the suffix of its format."""
     kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), "")
     return hashlib.sha256(data).hexdigest()[:32] + kind
 
 
 def store_image(data: bytes, folder: Path) -> Path:
-    """Writes an image to a file of a folder, whole or not at all, named by its contents, and returns the file."""
+    """Writes an image to a file in a folder, completely or not at all. The file's name is [`content_name`].
+
+    Returns the path of the file.
+    """
     path = folder / content_name(data)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,9 +144,10 @@ def store_image(data: bytes, folder: Path) -> Path:
 
 
 def image_size(source: Any) -> tuple[int, int] | None:
-    """Returns height and width of an image as it is shown, by its header: no pixel is decoded.
+    """Returns the height and width of an image in its upright position, from its header. No pixel is decoded.
 
-    Of a PIL image, an array, a file's path or its bytes as base64; `None` where that does not say it (an address).
+    The source is a PIL image, an array, the path of a file, or the bytes of a file as base64. The result is `None` for
+    other sources, such as an address, and for files that cannot be read.
     """
     shape = getattr(source, "shape", None)
     if isinstance(shape, tuple) and len(shape) in (2, 3):
@@ -160,7 +166,7 @@ def image_size(source: Any) -> tuple[int, int] | None:
             else Image.open(source) as file
         ):
             width, height = file.size
-            # Pillow says a TIFF's sides as they are shown
+            # For a TIFF, Pillow returns width and height after the rotation.
             is_turned = file.getexif().get(ORIENTATION, 1) >= 5 and file.format != "TIFF"
     except (*DAMAGED, AttributeError, Image.DecompressionBombError):
         return None
@@ -168,7 +174,7 @@ def image_size(source: Any) -> tuple[int, int] | None:
 
 
 def _upright_rgb(file: Any) -> Any:
-    """The pixels of an image file: RGB, upright, on white."""
+    """Returns the pixels of an image file in RGB, upright and on white."""
     from PIL import Image, ImageOps
 
     image: Any = ImageOps.exif_transpose(file)
@@ -183,7 +189,7 @@ def _upright_rgb(file: Any) -> Any:
 
 
 def _of_at_most(image: Any, max_pixels: int) -> Any:
-    """An image of the same shape with at most so many pixels: itself, or a smaller one."""
+    """Returns an image, or a smaller copy with the same aspect ratio if it has more than `max_pixels` pixels."""
     factor = (max_pixels / (image.width * image.height)) ** 0.5
     if factor >= 1:
         return image

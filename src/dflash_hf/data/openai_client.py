@@ -1,7 +1,7 @@
-"""A client of servers with an OpenAI-style `/v1/chat/completions`: vLLM, SGLang, `dflash-hf serve` and others.
+"""This module is a client of servers with an OpenAI-style `/v1/chat/completions`: vLLM, SGLang, `dflash-hf serve`, ...
 
-It speaks HTTP through httpx, which huggingface_hub needs anyway: of OpenAI's own client nothing else would be used.
-Nothing is asked twice: a request that fails raises.
+The client sends HTTP requests with httpx, which huggingface_hub needs anyway. OpenAI's own client would add nothing. A
+request that fails raises an error and is not repeated.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from dflash_hf.data.prompt_files import MEDIA
 from dflash_hf.data.row_files import parsed_object
 from dflash_hf.errors import is_a, one_line, require, shown
 
-# Seconds.
 CONNECT_SECONDS = 10.0
-READ_SECONDS = 600.0  # between two pieces of an answer
-# An answer in one piece is silent until it is whole: a server may take this long for each token that it may have.
+READ_SECONDS = 600.0  # the longest time between two pieces of an answer
+# An answer in one piece arrives only when it is complete, so its time limit grows with the maximum number of tokens.
 READ_SECONDS_PER_TOKEN = 0.1
-# httpx has 100 connections by default, and more may be in flight: no request waits for the connection of another one.
+# By default, httpx has 100 connections. More requests may be in flight, and none should wait for a connection.
 LIMITS = httpx.Limits(max_connections=None)
 CHAT = "/v1/chat/completions"
 MODELS = "/v1/models"
@@ -40,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class NoTextError(ValueError):
-    """Raised for an answer that is no text: calls of tools, a refusal, or nothing at all."""
+    """Raised for an answer without a text: tool calls, a refusal, or nothing at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +47,15 @@ class ServerAnswer:
     """An answer of a server.
 
     Args:
-        text (`str`): The answer, without the thoughts that the server takes out of it.
-        thoughts (`str`): Those thoughts; empty of a server that has no parser for them.
-        token_ids (`list[int]`): All its tokens, thoughts included; empty of a server that does not tell them.
-        prompt_ids (`list[int]`): Tokens of the prompt; empty of a server that does not tell them.
-        is_cut (`bool`): Whether it ends at the limit of tokens, not by itself.
-        prompt_tokens, new_tokens (`int`): As the server counts them.
-        seconds (`float`): From the request to the end of the answer.
-        ttft (`float`, *optional*): From the request to the first piece of thoughts or text, where it comes in pieces.
+        text (`str`): The answer, without the thoughts that the server separates from it.
+        thoughts (`str`): These thoughts. Empty if the server has no parser for them.
+        token_ids (`list[int]`): All tokens of the answer and its thoughts. Empty if the server does not return them.
+        prompt_ids (`list[int]`): The tokens of the prompt. Empty if the server does not return them.
+        is_cut (`bool`): Whether the answer ended at the limit of tokens, and not by itself.
+        prompt_tokens, new_tokens (`int`): The numbers of tokens of prompt and answer, as the server counts them.
+        seconds (`float`): The time from the request to the end of the answer.
+        ttft (`float`, *optional*): The time from the request to the first piece of thoughts or text, if the answer was
+            streamed.
     """
 
     text: str
@@ -70,13 +70,14 @@ class ServerAnswer:
 
 
 class OpenAIClient:
-    """A client of a server, for use inside of `async with client:`.
+    """A client of a server. Its methods must be called inside of `async with client:`.
 
-    It sends as many requests at once as the caller makes.
+    The client does not limit the number of requests in flight.
 
     Args:
-        url (`str`): URL of the server; `/v1` may be left out.
-        model (`str`, *optional*): The server's name of the model; default: the first one that the server lists.
+        url (`str`): The URL of the server, with or without `/v1`.
+        model (`str`, *optional*): The server's name of the model. The default is the first model that the server
+            lists.
 
     Raises:
         ValueError: If `url` is not a URL.
@@ -91,11 +92,11 @@ class OpenAIClient:
             action = "give one as http://localhost:8000"
             raise ValueError(f"expected the URL of a server, got {got}; {action}") from error
         self._model = model
-        # Connections belong to the event loop that they were made in
+        # Connections belong to the event loop in which they were made, so each `async with` makes its own.
         self._connections: list[httpx.AsyncClient] = []
 
     async def __aenter__(self) -> Self:
-        """Makes connections possible."""
+        """Creates the HTTP client. Connections are opened when they are needed."""
         timeout = httpx.Timeout(CONNECT_SECONDS, read=READ_SECONDS, pool=None)
         http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=LIMITS)
         self._connections.append(await http.__aenter__())
@@ -107,15 +108,15 @@ class OpenAIClient:
 
     @property
     def http(self) -> httpx.AsyncClient:
-        """The connections; there are some inside of `async with client:`."""
+        """The HTTP client. It exists only inside of `async with client:`."""
         return self._connections[-1]
 
     async def model(self) -> str:
-        """Returns what the server calls the model.
+        """Returns the server's name of the model.
 
         Raises:
             httpx.HTTPError: If the server cannot be reached.
-            ValueError: If it names none, or replies something else.
+            ValueError: If the server lists no model, or its reply has another form.
         """
         if self._model is None:
             models = await self.models()
@@ -128,21 +129,22 @@ class OpenAIClient:
         return self._model
 
     async def models(self) -> Any:
-        """Returns what the server says of its models, which a server that is well does; see [`model`] for errors."""
+        """Returns the server's list of models. It also shows that the server works. Raises as [`model`] does."""
         response = await self.http.get(MODELS)
         _check_status(response)
         return _reply(response, f"{self.url}{MODELS}").get("data")
 
     async def ask(self, body: Body) -> ServerAnswer:
-        """Asks for an answer in one piece, with its token ids where the server can tell them (vLLM).
+        """Requests an answer in one piece, with its token ids if the server returns them (vLLM does).
 
         Args:
-            body (mapping): What `/v1/chat/completions` takes, but the model; images as [`sent_messages`] makes them.
+            body (mapping): The body for `/v1/chat/completions` without the model. Messages with images must have the
+                form of [`sent_messages`].
 
         Raises:
-            httpx.HTTPError: If the server cannot be reached, or refuses.
-            NoTextError: If the answer is no text.
-            ValueError: If it has another form.
+            httpx.HTTPError: If the server cannot be reached, or refuses the request.
+            NoTextError: If the answer has no text.
+            ValueError: If the reply has another form.
         """
         request = {"model": await self.model(), **body, "return_token_ids": True}
         read = max(READ_SECONDS, READ_SECONDS_PER_TOKEN * body.get("max_tokens", 0))
@@ -163,13 +165,13 @@ class OpenAIClient:
         return self._answer(parts, reply.get("usage"), seconds)
 
     async def complete(self, body: Body) -> dict[str, Any]:
-        """Asks for a completion of token ids or a text, and returns the reply as it is.
+        """Requests a completion of token ids or a text, and returns the reply unchanged.
 
         Args:
-            body (mapping): What `/v1/completions` takes, but the model.
+            body (mapping): The body for `/v1/completions` without the model.
 
         Raises:
-            httpx.HTTPError: If the server cannot be reached, or refuses.
+            httpx.HTTPError: If the server cannot be reached, or refuses the request.
             ValueError: If the reply is no JSON object.
         """
         request = {"model": await self.model(), **body}
@@ -178,14 +180,14 @@ class OpenAIClient:
         return _reply(response, f"the answer of {self.url}")
 
     async def stream(self, body: Body) -> ServerAnswer:
-        """Asks for an answer in pieces, for the time to the first one; see [`ask`] for the rest."""
+        """Requests a streamed answer, to measure the time to its first piece. See [`ask`] for the rest."""
         options = {"stream": True, "stream_options": {"include_usage": True}}
         request = {"model": await self.model(), **body, **options}
         parts = _Parts()
         usage: Any = None
         ttft = None
         started = time.perf_counter()
-        # llama.cpp's server at times closes a connection behind a stream without a word: none is used again.
+        # No connection is used again, because llama.cpp's server sometimes closes it after a stream without notice.
         headers = {"Connection": "close"}
         async with self.http.stream("POST", CHAT, json=request, headers=headers) as response:
             if response.is_error:
@@ -228,7 +230,7 @@ class OpenAIClient:
 
 @dataclass(slots=True)
 class _Parts:
-    """What has come of an answer: one message, or many pieces of it."""
+    """The parts of an answer that have arrived: one message, or many pieces of it."""
 
     text: list[str] = field(default_factory=list[str])
     thoughts: list[str] = field(default_factory=list[str])
@@ -240,11 +242,11 @@ class _Parts:
 
     @property
     def has_words(self) -> bool:
-        """Whether any text or thought has come."""
+        """True if any text or thought has arrived."""
         return any(self.text) or any(self.thoughts)
 
     def add_prompt(self, reply: Mapping[str, Any]) -> None:
-        """Adds the prompt's tokens, where a reply has them."""
+        """Adds the tokens of the prompt, if a reply has them."""
         prompt_ids = reply.get("prompt_token_ids")
         if isinstance(prompt_ids, list):
             self.prompt_ids += prompt_ids
@@ -252,7 +254,7 @@ class _Parts:
     def add(self, choice: Mapping[str, Any], message: Mapping[str, Any]) -> None:
         """Adds a choice and its message, or a piece of both."""
         self.text.append(_first_text(message, "content"))
-        # vLLM and SGLang have called it either; some releases write both, with the same in them.
+        # vLLM and SGLang have used both names. Some releases write both, with the same content.
         self.thoughts.append(_first_text(message, "reasoning", "reasoning_content"))
         token_ids = choice.get("token_ids")
         if isinstance(token_ids, list):
@@ -262,7 +264,7 @@ class _Parts:
         self.is_refusal |= bool(message.get("refusal"))
 
     def why_no_text(self) -> str:
-        """Returns what came in place of a text; nothing where a text came, or a limit was reached before one."""
+        """Returns what came instead of a text, or `""` if a text came or the limit of tokens was reached before it."""
         if self.calls_tools:
             return "calls of tools"
         if self.is_refusal:
@@ -272,7 +274,7 @@ class _Parts:
 
 
 def _first_text(message: Mapping[str, Any], *names: str) -> str:
-    """The first of some fields that is a text."""
+    """Returns the first of some fields that is a text, or `""`."""
     for name in names:
         value = message.get(name)
         if isinstance(value, str) and value:
@@ -281,26 +283,26 @@ def _first_text(message: Mapping[str, Any], *names: str) -> str:
 
 
 def _check_status(response: httpx.Response) -> None:
-    """Raises what a server refuses with, its own words in it."""
+    """Raises an error with the server's own words if the server has refused the request."""
     if response.is_error:
         sentence = f"{response.status_code} {one_line(response.text)}"
         raise httpx.HTTPStatusError(sentence, request=response.request, response=response)
 
 
 def _reply(response: httpx.Response, where: str) -> dict[str, Any]:
-    """What a server replies, which must be a JSON object."""
+    """Returns the reply of a server, which must be a JSON object."""
     return parsed_object(response.content, where, CHECK_SERVER)
 
 
 def _first_object(values: Any) -> dict[str, Any]:
-    """The first of a list of objects; an empty one of anything else."""
+    """Returns the first object of a list of objects, or an empty object for any other value."""
     is_filled = isinstance(values, list) and bool(values)
     first: Any = values[0] if is_filled else {}
     return first if isinstance(first, dict) else {}
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
-    """The lines of a stream, which end at line feeds alone: `aiter_lines` ends them at U+2028 and others too."""
+    """Yields the lines of a stream, split only at line feeds. `aiter_lines` also splits at U+2028 and others."""
     rest = ""
     async for text in response.aiter_text():
         *lines, rest = (rest + text).split("\n")
@@ -310,7 +312,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The events of a stream, up to its end."""
+    """Yields the events of a stream, up to its end."""
     async for line in _lines(response):
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
@@ -327,9 +329,9 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 async def at_once(
     ask: Callable[[Body], Awaitable[ServerAnswer]], bodies: Sequence[Body]
 ) -> list[ServerAnswer]:
-    """Calls a function with each body at the same time; returns what it returned, in their order.
+    """Calls a function with all bodies at the same time, and returns its results in the order of the bodies.
 
-    All come to their end before the first error is raised.
+    The first error is raised only when all calls have ended.
     """
     results = await asyncio.gather(*map(ask, bodies), return_exceptions=True)
     answers: list[ServerAnswer] = []
@@ -341,18 +343,19 @@ async def at_once(
 
 
 def run_async(work: Callable[[], Awaitable[Result]]) -> Result:
-    """Runs a coroutine function in an event loop of its own, in another thread, and returns its result.
+    """Runs a coroutine function in an event loop in another thread, and returns its result.
 
-    The caller's thread may have a loop that runs, as in a notebook.
+    The caller's thread may already run an event loop, as in a notebook.
     """
     with start_blocking_portal("asyncio") as portal:
         return portal.call(work)
 
 
 def sent_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as a server takes them: images and videos as URLs or data URLs, arguments of calls as texts.
+    """Returns messages as a server accepts them: images and videos as URLs or data URLs, arguments of calls as texts.
 
-    A block of an image says where it is by `path`, `url` or `image`, one of a video by `path`, `url` or `video`.
+    The place of an image is in the key `path`, `url` or `image` of its block, and that of a video in `path`, `url` or
+    `video`.
     """
     return [_sent_message(message) for message in messages]
 
@@ -365,15 +368,15 @@ def _sent_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sent_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call as OpenAI's interface has it: its arguments are an object in a text of JSON."""
-    # They stand in its `function`, or beside its name.
+    """Returns a tool call in the form of OpenAI's interface, in which the arguments are a JSON text."""
+    # The arguments are in the `function` of the call, or beside its name.
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _with_sent_arguments(call["function"])}
     return _with_sent_arguments(call)
 
 
 def _with_sent_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A function of a call, its arguments as a text."""
+    """Returns the function of a call with its arguments as a JSON text."""
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
@@ -393,5 +396,5 @@ def _sent_media(part: Mapping[str, Any]) -> dict[str, Any]:
         path = Path(place)
         mime = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
         place = f"data:{mime};base64,{base64.b64encode(path.read_bytes()).decode()}"
-    # vLLM and SGLang take videos as OpenAI's interface takes images.
+    # vLLM and SGLang accept videos in the form in which OpenAI's interface accepts images.
     return {"type": f"{kind}_url", f"{kind}_url": {"url": place}}

@@ -1,7 +1,7 @@
-"""Prompts: a text, or a conversation in Transformers' form whose messages may have images in them.
+"""This module reads and checks prompts. A prompt is a text, or a conversation in the form of Transformers.
 
-A message's `content` is a text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image", ...}` with
-the image under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_template` of a processor reads it.
+The `content` of a message is a text or a list of parts: `{"type": "text", "text": ...}` and `{"type": "image", ...}`.
+The image is under `"path"`, `"url"`, `"image"` or `"base64"`, as `apply_chat_template` of a processor reads it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 from dflash_hf.data.row_files import parsed, parsed_object
 from dflash_hf.errors import one_line, require, shown
 
-MEDIA = ("image", "video")  # kinds of blocks beside texts
-# Keys of such a block that say where its image or its video is, as Transformers' processors look them up.
+MEDIA = ("image", "video")  # the types of blocks other than text
+# The keys of such a block that hold its image or video. Transformers' processors look them up in this order.
 SOURCES = ("image", "url", "path", "base64")
 VIDEO_SOURCES = ("video", "url", "path")
-# Names that no option of a chat template can have: of the calls that fill it, and of what they fill it with
+# No option of a chat template can have these names. They are parameters of the calls that fill the template, and names
+# of variables that these calls set.
 NO_OPTIONS = (
     "template",
     "conversation",
@@ -39,10 +40,10 @@ NO_OPTIONS = (
     "processor_kwargs",
     "load_audio_from_video",
 )
-# Those that a server is started with have none of the last two either: each request says them itself.
+# Options with which a server is started cannot have the last two names either, because each request sets them.
 NO_OPTIONS_OF_A_SERVER = (*NO_OPTIONS, "tools", "documents")
 
-MAX_BYTES = 16 * 2**20  # of a file: as `[],[],...` it takes 20 times as much when parsed
+MAX_BYTES = 16 * 2**20  # per file. Parsed JSON such as `[],[],...` takes 20 times as much
 MAX_PROMPTS = 100_000
 FIX = "fix the row"
 Message = Mapping[str, Any]
@@ -50,16 +51,16 @@ Prompt = str | Sequence[Message]
 
 
 def as_messages(prompt: Prompt) -> list[dict[str, Any]]:
-    """Returns a conversation as new dictionaries; a text is one turn of the user's."""
+    """Returns a prompt as a conversation of new dictionaries. A text becomes one turn of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return [dict(message) for message in prompt]
 
 
 def with_joined_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages as templates of models for text alone take them: a content of only blocks of text is one text.
+    """Returns messages in which a content of only text blocks is one text, as templates of text-only models need it.
 
-    Such templates leave a list out, refuse it, or write it as Python prints it.
+    Such templates leave out a list, refuse it, or write it as Python prints it.
     """
     found = [dict(message) for message in messages]
     for message in found:
@@ -69,9 +70,9 @@ def with_joined_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def with_text_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns messages as templates that read only blocks take them: a content that is a text is one block.
+    """Returns messages in which a content that is a text is one text block, as some templates need it.
 
-    Such templates, as SmolVLM's, leave a text out.
+    Templates that read only blocks, such as SmolVLM's, leave out a text.
     """
     found = [dict(message) for message in messages]
     for message in found:
@@ -81,26 +82,26 @@ def with_text_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def joined_texts(content: Any) -> Any:
-    """Returns a turn's blocks as one text, a line each, if all are texts, and any other content as it is."""
+    """Returns a turn's blocks as one text with one line per block if all are texts, else the content unchanged."""
     if not isinstance(content, list | tuple):
         return content
     blocks: Sequence[Any] = content
     if any(block["type"] != "text" for block in blocks):
         return blocks
-    # As vLLM joins them for a template that takes texts
+    # vLLM also joins blocks with newlines for a template that accepts texts.
     return "\n".join(block["text"] for block in blocks)
 
 
 def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str, Any]:
-    """Returns a turn whose calls of tools have arguments that are objects, as templates take them.
+    """Returns a turn in which the arguments of tool calls are objects, as templates need them.
 
-    Many sets have them as a text of JSON, as OpenAI's interface does. A template would write that between quotes.
+    In many sets, the arguments are a JSON text, as in OpenAI's interface. A template would write this text in quotes.
 
     Args:
-        where (`str`): What to call the turn in a sentence.
+        where (`str`): The name of the turn in messages.
 
     Raises:
-        ValueError: If the text says no object.
+        ValueError: If the text is no JSON object.
     """
     found = dict(turn)
     calls = turn.get("tool_calls")
@@ -110,7 +111,7 @@ def with_read_calls(turn: Mapping[str, Any], where: str = "a turn") -> dict[str,
 
 
 def _read_call(call: Any, where: str) -> Any:
-    """A call, or what is in its place, with arguments that are no text; they stand in its `function`, or beside it."""
+    """Returns a call whose arguments (in its `function`, or in the call itself) are an object instead of a text."""
     if not isinstance(call, Mapping):
         return call
     found = dict(call)
@@ -126,8 +127,8 @@ def _read_call(call: Any, where: str) -> Any:
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
-    """Refuses one text, or the messages of one conversation, in the place of several prompts."""
-    # Letters of a text would be prompts too, and are never meant.
+    """Refuses a single text, or the messages of a single conversation, instead of a list of prompts."""
+    # Otherwise, each letter of the text would be a prompt.
     is_one = isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts)
     require(not is_one, "a list of prompts", prompts, "put the one prompt into a list")
 
@@ -141,7 +142,7 @@ def check_template_options(
 
 
 def blocks_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Returns all blocks of messages, in their order; a text has none."""
+    """Returns all blocks of messages, in their order. A content that is a text has no blocks."""
     contents = [message.get("content") for message in messages]
     lists = [content for content in contents if isinstance(content, list | tuple)]
     return [block for blocks in lists for block in blocks]
@@ -160,13 +161,13 @@ def text_of(prompt: Prompt) -> str:
 
 
 def image_names(prompt: Prompt) -> list[str]:
-    """Returns what to call a prompt's images, in their order: the name of the file, else `"image"`."""
+    """Returns the names of a prompt's images for messages, in their order: the name of the file, or `"image"`."""
     places = [part.get("path", part.get("url")) for part in image_parts(prompt)]
     return ["image" if place is None else Path(place).name for place in places]
 
 
 def image_paths(prompt: Prompt) -> list[str]:
-    """Returns the paths of those images of a prompt that are named by one, in their order."""
+    """Returns the paths of a prompt's images, in their order. Images without a path are left out."""
     return [part["path"] for part in image_parts(prompt) if part.get("path")]
 
 
@@ -176,9 +177,9 @@ def image_parts(prompt: Prompt) -> list[Mapping[str, Any]]:
 
 
 def with_images(text: str, files: Sequence[Path]) -> Prompt:
-    """Returns a prompt with image files before its text, or the text alone; `ValueError` if a file is not there."""
+    """Returns a prompt with image files before its text, or the text alone. Raises `ValueError` for a missing file."""
     for file in files:
-        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        # `Path.is_file` of Python 3.11 raises an error for a text that is too long for a path.
         if not os.path.isfile(file):
             raise ValueError(
                 f"expected an image file, got {str(file)!r}, which is not there; fix the path"
@@ -190,7 +191,10 @@ def with_images(text: str, files: Sequence[Path]) -> Prompt:
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Returns the lines that are not empty, with their numbers from 1; `ValueError` for large files, and no UTF-8."""
+    """Returns the lines that are not empty, with their numbers from 1.
+
+    Raises `ValueError` if the file is too large, has too many lines, or is not UTF-8.
+    """
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(
@@ -203,7 +207,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
         raise ValueError(
             f"expected UTF-8 in {path}, got other bytes ({one_line(error)}); save it as UTF-8"
         ) from error
-    # Not `splitlines`: a string in JSON may have other ends of lines in it.
+    # `splitlines` would also split at other line ends, which a string in JSON may contain.
     if text.count("\n") > MAX_PROMPTS:
         raise ValueError(
             f"expected at most {MAX_PROMPTS} lines in {path}, got more; use fewer prompts"
@@ -212,7 +216,7 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> list[tuple[dict[str, Any], Prompt]]:
-    """Returns the objects of a `.jsonl` file, each with what it asks; raises as `read_lines` and `prompt_of` do."""
+    """Returns the objects of a `.jsonl` file, each with its prompt. Raises as `read_lines` and `prompt_of` do."""
     found: list[tuple[dict[str, Any], Prompt]] = []
     for number, line in read_lines(path):
         where = f"line {number} of {path}"
@@ -222,9 +226,10 @@ def read_rows(path: Path) -> list[tuple[dict[str, Any], Prompt]]:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts: the lines of a text file, or `"messages"` or else `"prompt"` of the objects of a `.jsonl` one.
+    """Reads prompts from a file: its lines, or `"messages"` or else `"prompt"` of the objects in a `.jsonl` file.
 
-    Paths of images in messages are relative to the file. Raises `ValueError` if a file or line has no prompt.
+    Paths of images in messages are relative to the folder of the file. Raises `ValueError` if the file does not exist
+    or has no prompt, or if an object has none.
     """
     if not os.path.isfile(path):
         raise ValueError(
@@ -241,7 +246,10 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
-    """Returns what a row asks, relative paths of images taken from `folder`; `ValueError` if nothing, or malformed."""
+    """Returns the prompt of a row. Relative paths of images begin at `folder`.
+
+    Raises `ValueError` if the row has no prompt or is malformed.
+    """
     messages = row.get("messages")
     prompt = row.get("prompt")
     if messages:
@@ -255,11 +263,11 @@ def prompt_of(row: Mapping[str, Any], where: str, folder: Path) -> Prompt:
 
 
 def _read_message(message: Any, where: str, folder: Path) -> dict[str, Any]:
-    """A message as this module's docstring has it, with paths of images from a folder; raises unless it is one."""
+    """Returns a message in the form of this module's docstring, with paths of images in `folder`, or raises."""
     require(isinstance(message, dict), f"turns with role and content in {where}", message, FIX)
     check_text(message.get("role"), f"role of each turn in {where}")
     content = message.get("content")
-    # As OpenAI's interface has a turn of calls alone
+    # In OpenAI's interface, a turn with only tool calls has no content.
     if content is None and message.get("tool_calls"):
         content = ""
     content = _located(_checked_content(content, where), folder)
@@ -267,9 +275,9 @@ def _read_message(message: Any, where: str, folder: Path) -> dict[str, Any]:
 
 
 def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """A message's content; raises unless it is a text or a list of parts."""
+    """Returns a message's content. Raises `ValueError` unless it is a text or a list of parts."""
     if not isinstance(content, list):
-        # Turns of calls, and system prompts of many sets, say nothing
+        # The text may be empty, as in turns of tool calls and in the system prompts of many sets.
         what = f"content of each turn (or a list of parts) in {where}"
         return check_text(content, what, may_be_empty=True)
     require(bool(content), f"content in each turn in {where}", content, "add a part")
@@ -280,7 +288,7 @@ def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[dict[str, Any]]:
-    """A message's content with relative paths of images taken from a folder, that of the file it was read from."""
+    """Returns a message's content in which relative paths of images begin at `folder`, the folder of its file."""
     if isinstance(content, str):
         return content
     return [
@@ -290,7 +298,7 @@ def _located(content: str | list[dict[str, Any]], folder: Path) -> str | list[di
 
 
 def _check_part(part: Any, where: str) -> None:
-    """Raises unless it is a text or an image."""
+    """Raises `ValueError` unless a part is a text or an image."""
     is_known = isinstance(part, dict) and part.get("type") in ("text", "image")
     require(is_known, f"parts of type text or image in {where}", part, FIX)
     if part["type"] == "text":
@@ -306,7 +314,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = FIX) -> str:
-    """Returns a text that a tokenizer can read; raises `ValueError` if it is something else."""
+    """Returns a text that a tokenizer can read. Raises `ValueError` for any other value."""
     is_text = isinstance(text, str) and (bool(text) or may_be_empty)
     require(is_text, f"a text as {what}", text, action)
     require(_is_whole(text), f"a text of whole characters as {what}", text, action)
@@ -314,7 +322,7 @@ def check_text(text: Any, what: str, may_be_empty: bool = False, action: str = F
 
 
 def _is_whole(text: str) -> bool:
-    """Whether no character is half of one (a surrogate), which UTF-8 has no bytes for."""
+    """Says whether a text has no lone surrogate (half of a character), which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

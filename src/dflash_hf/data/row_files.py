@@ -1,6 +1,7 @@
-"""JSONL files that are written whole or not at all, or line by line, so that a run killed at any time goes on.
+"""This module reads and writes JSONL files so that a run that was killed at any time can be continued.
 
-A line that a kill or a full disk has cut is the last one and has no end: whoever goes on leaves it out.
+A file is written completely or not at all, or line by line. A line that was cut by a kill or a full disk is the last
+line and has no line end. A continued run leaves it out.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from dflash_hf.errors import one_line, require
 
 logger = logging.getLogger(__name__)
 
-SYNC_SECONDS = 5.0  # between two waits for the disk, of rows that come one by one
+SYNC_SECONDS = 5.0  # the time between two syncs to the disk, for rows that come one by one
 
 
 class RowFile:
-    """The rows of a JSONL file, read when they are asked for; in memory are only their places.
+    """The rows of a JSONL file. Each row is read when it is needed. Only the places of the rows are in memory.
 
     Raises:
-        ValueError: If there is no such file; for a line that is no JSON object, when it is asked for.
+        ValueError: If there is no such file. A line that is no JSON object raises when it is read.
     """
 
     def __init__(self, path: Path) -> None:
-        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        # `Path.is_file` of Python 3.11 raises an error for a text that is too long for a path.
         require(os.path.isfile(path), "a JSONL file", str(path), "fix the path")
         self.path = path
         self._starts = array("Q")
@@ -57,16 +58,16 @@ class RowFile:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.path.open("rb") as stream:
             lines = (line for line in stream if line.strip())
-            # What has been appended since the file was opened has no place here.
+            # Rows that were appended after the file was opened are not yielded.
             for at, line in enumerate(islice(lines, len(self))):
                 yield self._parsed(line, at)
 
     def where(self, index: int) -> str:
-        """Returns what to call a row in a sentence."""
+        """Returns the name of a row for a message."""
         return f"line {self._numbers[index]} of {self.path}"
 
     def line_number(self, index: int) -> int:
-        """Returns the line that a row is in; the first one is 1."""
+        """Returns the number of a row's line. The first line has the number 1."""
         return self._numbers[index]
 
     def _parsed(self, line: bytes, at: int) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class RowFile:
 
 
 def parsed(text: str | bytes, where: str, action: str) -> Any:
-    """Returns what a text of JSON says; raises `ValueError` if it is none, with `where` it is and `action` to take."""
+    """Returns the value of a JSON text. Raises `ValueError` if it is no JSON. The message has `where` and `action`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -86,17 +87,17 @@ def parsed(text: str | bytes, where: str, action: str) -> Any:
 
 
 def parsed_object(text: str | bytes, where: str, action: str) -> dict[str, Any]:
-    """Returns what a text of JSON says, like [`parsed`], which must be an object."""
+    """Returns the value of a JSON text, like [`parsed`]. Raises `ValueError` if the value is no object."""
     row: Any = parsed(text, where, action)
     require(isinstance(row, dict), f"a JSON object in {where}", row, action)
     return row
 
 
 def read_object(path: Path, action: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of UTF-8.
+    """Returns the JSON object in a UTF-8 file.
 
     Raises:
-        ValueError: If the file holds something else; with the `action` to take.
+        ValueError: If the file holds something else. The message has the `action` to take.
         OSError: If the file cannot be read.
     """
     try:
@@ -114,7 +115,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Writes rows behind those of a file, and waits until the disk has them; `ValueError` where it is full.
+    """Appends rows to a file, and waits until the disk has them. Raises `ValueError` if they cannot be written.
 
     Only one row is in memory at a time.
     """
@@ -129,23 +130,23 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 class RowAppender:
-    """Appends rows to a file one by one; there is no file before the first.
+    """Appends rows to a file one by one. The file is created with the first row.
 
-    A kill of the process loses none of them, a crash of the machine those of the last seconds. It is used inside of
-    `with`, and raises `ValueError` where the disk is full.
+    If the process is killed, no row is lost. If the machine crashes, the rows of the last seconds are lost. The object
+    is used in a `with` statement, and raises `ValueError` if a row cannot be written, for example to a full disk.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files: list[FileIO] = []  # the file, once it is open
+        self._files: list[FileIO] = []  # the file, or empty before it is open
         self._synced = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Opens nothing yet."""
+        """Returns this object. The file is not opened yet."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits until the disk has all, and closes the file."""
+        """Waits until the disk has all rows, and closes the file."""
         if not self._files:
             return
         file = self._files.pop()
@@ -155,7 +156,7 @@ class RowAppender:
             file.close()
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Appends a row as one line of JSON; raises the error of [`unwritten`] if the disk does not take all of it."""
+        """Appends a row as one line of JSON. Raises the error of [`unwritten`] if the disk does not take all of it."""
         line = line_of(row).encode()
         try:
             if not self._files:
@@ -166,7 +167,7 @@ class RowAppender:
             raise unwritten(self.path, error) from error
         if written < len(
             line
-        ):  # of a disk that has just become full; whoever goes on leaves the part out
+        ):  # the disk has just become full. A continued run leaves this part of a line out
             raise unwritten(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync(file)
@@ -180,14 +181,14 @@ class RowAppender:
 
 
 def unwritten(path: Path, error: OSError) -> ValueError:
-    """Returns the sentence for rows that a disk has no room for."""
+    """Returns the error for rows that cannot be written to a disk."""
     return ValueError(
         f"expected to write to {path}, got {one_line(error.strerror)}; make room and run it again: it goes on"
     )
 
 
 def repair(path: Path) -> None:
-    """Takes away what stands behind the last end of a line of a file, if there is such a file."""
+    """Removes an incomplete last line from a file, if the file exists."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -214,9 +215,10 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def write_whole(path: Path, text: str | Iterable[str]) -> Path:
-    """Writes a text, or its parts as they come, to a file and returns its path; `ValueError` if the disk is full.
+    """Writes a text, or its parts as they come, to a file, and returns the path of the file.
 
-    Whole or not at all, also where the process is killed or getting the next part fails.
+    The file is written completely or not at all, also if the process is killed or the next part raises an error.
+    Raises `ValueError` if the file cannot be written, for example because the disk is full.
     """
     part = path.with_name(f".{path.name}.part")
     try:

@@ -1,6 +1,6 @@
-"""A row of data: its columns, read with a sentence about each that is missing or malformed, and the place it is from.
+"""This module defines a row of data, whose methods read columns and refuse missing or malformed ones with a sentence.
 
-[`dflash_hf.data.sources`] reads them from files and from the Hub.
+[`dflash_hf.data.sources`] reads rows from files and from the Hub.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflash_hf.errors import listed, require, shown
 FIX = "fix the row, or take the upstream file"
 # NVIDIA publishes more than half of SPEED-Bench's rows without their text.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
-# Where a row of no form of its own says what is asked.
+# The columns that may hold the question of a row without a special form.
 CONVERSATION = ("turns", "messages", "prompt")
 ImageSource = bytes | Path
 
@@ -35,13 +35,13 @@ ImageSource = bytes | Path
 class Row:
     """A row of a file or of a Hub set."""
 
-    values: Mapping[str, Any]  # its columns
-    number: int  # which row it is, from 0
-    where: str  # what to call it in a sentence
-    folder: Path = field(default_factory=Path)  # what paths of images in it are relative to
+    values: Mapping[str, Any]  # column -> value
+    number: int  # the number of the row, from 0
+    where: str  # the name of the row in messages
+    folder: Path = field(default_factory=Path)  # paths of images are relative to this folder
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """Returns the first of some columns that the row has, a default where it has none of them."""
+        """Returns the value of the first of some columns that the row has, or `default` if it has none of them."""
         for name in names:
             value = self.values.get(name)
             if value is not None:
@@ -49,7 +49,7 @@ class Row:
         return default
 
     def value(self, *names: str) -> Any:
-        """Returns the same, or raises `ValueError` if it has none of them."""
+        """Returns the value of the first of some columns that the row has. Raises `ValueError` if it has none."""
         value = self.first(*names)
         if value is None:
             raise ValueError(
@@ -59,14 +59,14 @@ class Row:
         return value
 
     def text(self, *names: str, default: str | None = None) -> str:
-        """Returns the first of some columns that the row has, which is a text; a default where nothing is in them."""
+        """Returns the text in the first of some columns that the row has, or `default` if all of them are empty."""
         is_empty = not any(self.values.get(name) for name in names)
         if is_empty and default is not None:
             return default
         return self._checked(self.value(*names), " or ".join(names))
 
     def texts(self, *names: str) -> tuple[str, ...]:
-        """Returns the first of some columns that the row has, a list of texts, which may be empty."""
+        """Returns the list of texts in the first of some columns that the row has. The list may be empty."""
         value = self.value(*names)
         what = f"a list of texts as {' or '.join(names)} in {self.where}"
         require(
@@ -75,7 +75,10 @@ class Row:
         return tuple(self._checked(text, " and ".join(names)) for text in value)
 
     def turns(self, *names: str) -> tuple[str, ...]:
-        """Returns what the user says, from one of some columns: a text or texts; raises `ValueError` otherwise."""
+        """Returns the user's turns from the first of some columns that the row has, which is a text or several texts.
+
+        Raises `ValueError` if the column is missing, empty, malformed, or a placeholder of SPEED-Bench.
+        """
         value: Any = self.value(*names)
         if isinstance(value, str):
             value = [value]
@@ -92,10 +95,11 @@ class Row:
         return turns
 
     def messages(self) -> tuple[list[Message], list[Message]]:
-        """Returns a row's conversation in two parts: what stands before, and what the user is to ask, turn by turn.
+        """Returns a row's conversation in two parts: the history, and the turns that the user asks one by one.
 
-        Only the last message is asked, unless all are the user's; both parts are empty where the row has texts only.
-        Raises `ValueError` if it is malformed, does not end with the user's, or has an image behind its first turn.
+        Only the last message is asked, unless all messages are from the user. If the row has only texts, the first
+        part is its column `history`, and the second part is empty. Raises `ValueError` if the conversation is
+        malformed, does not end with a user message, or has an image after the first asked turn.
         """
         value = self.first(*CONVERSATION)
         if not isinstance(value, list | tuple) or not value or not isinstance(value[0], Mapping):
@@ -114,7 +118,7 @@ class Row:
         return found[:first], found[first:]
 
     def _checked_messages(self, value: Any) -> list[Message]:
-        """Messages in Transformers' form, with relative paths of images taken from the row's folder."""
+        """Returns messages in the form of Transformers. Relative paths of images begin at the row's folder."""
         if not value:
             return []
         require(isinstance(value, list | tuple), f"a list of messages in {self.where}", value, FIX)
@@ -125,7 +129,7 @@ class Row:
         return messages
 
     def name(self, *names: str) -> int | str:
-        """Returns an id from one of some columns; the row's number where it has none of them."""
+        """Returns an id from the first of some columns that the row has, or the row's number if it has none."""
         value = self.first(*names, default=self.number)
         what = f"a number or a text as {' or '.join(names)} in {self.where}"
         require(
@@ -137,10 +141,10 @@ class Row:
         return value
 
     def images(self) -> list[ImageSource]:
-        """Returns where the row's images are, those of its messages too: see `image`.
+        """Returns the row's images, including those of the first asked turn, as bytes or files (see `image`).
 
-        Raises `ValueError` if one is no file, as one of another name than `path` in the turn that is asked: a
-        question names the images of its turns by paths alone.
+        Raises `ValueError` if an image is no file, or if an image of the asked turn is not given by `path`, because a
+        question names the images of its turns only by paths.
         """
         sources = self.own_images()
         for part in image_parts(self.messages()[1][:1]):
@@ -151,40 +155,42 @@ class Row:
         return [self.image(source) for source in sources]
 
     def own_images(self) -> list[Any]:
-        """Returns what stands in the row's column of images, in a list."""
+        """Returns the content of the row's column of images, as a list."""
         return self._listed("images", "image")
 
     def own_videos(self) -> list[Any]:
-        """Returns what stands in the row's column of videos, in a list."""
+        """Returns the content of the row's column of videos, as a list."""
         return self._listed("videos", "video")
 
     def _listed(self, *names: str) -> list[Any]:
-        """What stands in the first of some columns that the row has, in a list."""
+        """Returns the content of the first of some columns that the row has, as a list."""
         value = self.first(*names, default=[])
         if isinstance(value, list | tuple):
             return list(value)
         return [value]
 
     def image(self, source: Any) -> ImageSource:
-        """Returns an image's bytes or file: of bytes, a path relative to the row's folder, or a mapping with either.
+        """Returns the bytes or the file of an image.
 
-        Raises `ValueError` if it is something else, or the file is not there.
+        The source is bytes, a path relative to the row's folder, or a mapping with `bytes` or `path`. Raises
+        `ValueError` if it is something else, or the file does not exist.
         """
-        if isinstance(source, Mapping):  # as `datasets` has it where images are not decoded
+        if isinstance(source, Mapping):  # the form of an undecoded image in `datasets`
             source = source.get("bytes") or source.get("path")
         if isinstance(source, bytes):
             return source
         what = f"the bytes or the path of an image in {self.where}"
         require(isinstance(source, str | PathLike), what, source, FIX)
         path = self.folder / source
-        # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+        # `Path.is_file` of Python 3.11 raises an error for a text that is too long for a path.
         require(os.path.isfile(path), f"an image file in {self.where}", str(source), "fix the path")
         return whole_path(path)
 
     def video(self, source: Any) -> Path:
-        """Returns a video's file, of a path relative to the row's folder, or of a mapping with one.
+        """Returns the file of a video.
 
-        Raises `ValueError` if it is something else, or the file is not there.
+        The source is a path relative to the row's folder, or a mapping with `path`. Raises `ValueError` if it is
+        something else, or the file does not exist.
         """
         if isinstance(source, Mapping):
             source = source.get("path")
@@ -202,9 +208,10 @@ class Row:
 
 
 def without_filling(value: Any) -> Any:
-    """Returns a value of a table without the names of structs that hold `None`.
+    """Returns a value of a table without the fields of structs that hold `None`.
 
-    All rows of a column have the same names: a call of one tool would have the arguments of every other one.
+    In a table, the structs of all rows have the same fields. So a call of one tool would have the arguments of all
+    other tools too.
     """
     if isinstance(value, Mapping):
         return {name: without_filling(part) for name, part in value.items() if part is not None}
@@ -214,17 +221,18 @@ def without_filling(value: Any) -> Any:
 
 
 def whole_path(path: Path) -> Path:
-    """Returns a file's path that is right in every working folder.
+    """Returns a file's path in a form that is valid in every working folder.
 
-    A link keeps its name: in the Hub's cache the file behind it has a name without a suffix, in another folder.
+    A link is not followed, because in the Hub's cache it points to a file in another folder whose name has no suffix.
     """
     return path.parent.resolve() / path.name
 
 
 def filled(template: str, row: Row) -> str:
-    """Returns a template with the row's columns in the places of their names in braces; `{{` is a brace.
+    """Returns a template in which names of columns in braces are replaced by the row's values. `{{` is a brace.
 
-    Raises `ValueError` if it names no column or one that the row has not, or has more between its braces than a name.
+    Raises `ValueError` if the template names no column, or one that the row does not have, or if it has more than a
+    name between braces.
     """
     action = "fix --template"
     try:

@@ -1,4 +1,4 @@
-"""Options of sampling: which values they may have, and those with which they leave out no token."""
+"""This module defines the allowed values of sampling options, and the values with which they remove no token."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, Final
 
 from dflash_hf.errors import require
 
-# Option -> a test of a value, what it tests in words, and what to do about another value.
+# Option -> (test of a value, the allowed values in words, advice for other values).
 ALLOWED: Final[dict[str, tuple[Callable[[float], bool], str, str]]] = {
     "temperature": (lambda value: 0 <= value < math.inf, "0 or more", "0 is greedy"),
     "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1", "1 is the whole vocabulary"),
     "top_k": (lambda value: value >= 0, "0 or more", "0 is the whole vocabulary"),
     "min_p": (lambda value: 0 <= value < 1, "0 or more and below 1", "0 is the whole vocabulary"),
 }
-# What a checkpoint may say beside temperature, top-p and top-k, set so that it leaves out no token. The command line,
-# the chat and the benchmark sample as they are asked to, whatever the target's own config says.
+# Other sampling options that a checkpoint's config may set, with values that remove no token. So the command line, the
+# chat and the benchmark use only the options that the user gives, and not those of the target's config.
 NO_FILTERS: Final[dict[str, Any]] = {
     "min_p": None,
     "top_h": None,
@@ -31,10 +31,10 @@ def check_sampling(values: Mapping[str, float], called: Callable[[str], str] = s
 
     Args:
         values (mapping): Option of `ALLOWED` -> its value.
-        called (callable): Gives what a sentence calls an option, such as its flag; by default its name.
+        called (callable): Returns the name of an option in messages, such as its flag. By default, it is its own name.
 
     Raises:
-        ValueError: On the first of them.
+        ValueError: If a value is refused. The message names the first such option.
     """
     for name, value in values.items():
         is_allowed, what, action = ALLOWED[name]

@@ -1,6 +1,7 @@
-"""Where rows come from: JSONL, JSON, Parquet and text files, folders and sets of the Hub, read by `datasets`.
+"""This module reads rows from JSONL, JSON, Parquet and text files, folders and sets of the Hub, with `datasets`.
 
-This is the one module that imports `datasets`, where a function needs it; `file_rows` of text files does without.
+No other module imports `datasets`. It is imported only by functions that need it: `file_rows` needs it only for
+Parquet files.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ TEXT_FILES = (".jsonl", ".json", ".txt")
 FIX_FILE = "fix the file, or name another one"
 FIX_FOLDER = "fix the folder, or name another one"
 CONNECT = "fix the name, or connect"
-# Rows of a part: what a killed run does again at most.
+# The number of rows in a part. A run that was killed repeats at most one part.
 PART_ROWS = 50_000
-# To start a process takes as long as that many rows of a chat take.
+# The start of a process takes as long as this number of chat rows.
 ROWS_PER_PROCESS = 1_000
 
-# What `datasets` sets for processes of its own, and leaves in the environment.
+# `datasets` sets this variable for its processes, and leaves it in the environment.
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -42,21 +43,21 @@ Columns = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a set's rows are and what to call them: all that a function over them needs beside their columns."""
+    """The form and the names of a set's rows. A function over rows needs this besides their columns."""
 
-    called: str  # the set, in a sentence
-    kind: Kind  # what is in the columns: a text of one of these forms in `text`, or the row itself
-    folder: Path  # what paths of images are relative to
+    called: str  # the name of the set in messages
+    kind: Kind  # what the columns hold: a text of one of these forms in the column `text`, or the row itself
+    folder: Path  # paths of images are relative to this folder
 
     def has_row(self, values: Columns) -> bool:
-        """Whether there is a row: empty lines of a file are none."""
+        """Says whether the columns are a row. An empty line of a file is no row."""
         return self.kind == "row" or bool(values["text"].strip())
 
     def row(self, values: Columns, number: int) -> Row:
-        """Returns a row of its columns as `datasets` gives them, and its number from 0.
+        """Returns the row with some columns, as `datasets` returns them, and a number from 0.
 
         Raises:
-            ValueError: For a line that is no JSON object, naming it.
+            ValueError: If a line is no JSON object. The message names it.
         """
         if self.kind in ("line of JSON", "line of text"):
             where = f"line {number + 1} of {self.called}"
@@ -74,21 +75,23 @@ class Origin:
 
 
 def _columns_of(values: Columns) -> dict[str, Any]:
-    """The columns of a table's row, without what their structs have for other rows alone."""
+    """Returns the columns of a table's row, without the fields of structs that only other rows have."""
     return {name: without_filling(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMap:
-    """What is made of rows, and where it is kept, part by part: a run that was killed goes on behind the last part.
+    """A function over rows, and the folder of its results.
+
+    The results are stored in parts, and a run that was killed continues after the last part.
 
     Args:
-        function (callable): Of a row's columns, its number from 0, the number of the process that it is in (`None`:
-            this one) and `options` by name; it returns other columns.
-        options (mapping): What else the function takes.
-        columns (mapping): Name of each column that it returns -> its type, as `datasets.Value` has it.
-        folder (`Path`): Where the parts are kept.
-        key (`str`): Says what the function makes: parts of another key are not taken.
+        function (callable): The function. Its arguments are a row's columns, the row's number from 0, the index of the
+            process (`None` for this process), and `options` by name. It returns other columns.
+        options (mapping): Further arguments of the function.
+        columns (mapping): The name of each returned column -> its type in `datasets.Value`.
+        folder (`Path`): The folder of the parts.
+        key (`str`): A text that identifies the results. Parts with another key are not used.
     """
 
     function: Callable[..., dict[str, Any]]
@@ -100,33 +103,33 @@ class RowMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A set of rows that is open: `table` is a `datasets.Dataset`, an `IterableDataset` where it is streamed."""
+    """An open set of rows. `table` is a `datasets.Dataset`, or an `IterableDataset` if the set is streamed."""
 
     origin: Origin
     table: Any
-    action: str = FIX_FILE  # what to do where it cannot be read
+    action: str = FIX_FILE  # the advice if the set cannot be read
 
     @property
     def is_streamed(self) -> bool:
-        """Whether rows are fetched one by one, and none are kept."""
+        """True if rows are fetched one by one and not stored."""
         return not hasattr(self.table, "select")
 
     def rows(self) -> Iterator[Row]:
-        """Yields the rows as they are."""
+        """Yields the rows of the set."""
         for number, values in self._numbered():
             yield self.origin.row(values, number)
 
     def mapped(self, row_map: RowMap, num_rows: int | None = None) -> Iterator[Columns]:
-        """Yields what is made of each row, in their order, by as many processes as there are cores.
+        """Yields the function's result for each row, in the order of the rows. One process per core computes them.
 
-        Rows of a set that is streamed are made one by one, and none are kept.
+        For a streamed set, this process computes the results one by one, and they are not stored.
 
         Args:
-            row_map ([`RowMap`]): What to make, and where it is kept.
-            num_rows (`int`, *optional*): Most rows that are made.
+            row_map ([`RowMap`]): The function, and the folder of its results.
+            num_rows (`int`, *optional*): The maximum number of rows.
 
         Raises:
-            ValueError: If the set cannot be read, or the disk is full; and whatever the function raises.
+            ValueError: If the set cannot be read, or the disk is full. Errors of the function are raised too.
         """
         if self.is_streamed:
             filled_lines = self._numbered()
@@ -144,14 +147,14 @@ class Source:
             yield from self._part(row_map, start, min(start + PART_ROWS, stop))
 
     def _part(self, row_map: RowMap, start: int, stop: int) -> Iterable[Columns]:
-        """What is made of some rows one behind the other, read from the folder if it is there."""
+        """Returns the results for consecutive rows. They are read from the folder if they exist there."""
         datasets = _datasets(self.origin.called)
         part = self.table.select(range(start, stop))
         name = self._name_of(part, f"{row_map.key} {self.origin} {start}")
         features = {column: datasets.Value(kind) for column, kind in row_map.columns.items()}
         num_processes = min(num_cores(), (stop - start) // ROWS_PER_PROCESS)
         if num_processes < 2:
-            num_processes = None  # this one
+            num_processes = None  # only this process
         options = {"function": row_map.function, "start": start, "options": dict(row_map.options)}
         try:
             with _same_environment():
@@ -171,15 +174,16 @@ class Source:
             raise _no_room(error, row_map.folder) from error
         except UnicodeDecodeError as error:
             raise self._bad_text(start, error) from error
-        except RuntimeError as error:  # a process is gone
+        except RuntimeError as error:  # a process has ended unexpectedly
             what = f"{num_processes} processes that read {self.origin.called} to its end"
             action = "free memory and run it again: it goes on"
             raise ValueError(f"expected {what}, got {one_line(error)}; {action}") from error
 
     def _name_of(self, part: Any, of: str) -> str:
-        """A name that says what is in a part, and what else it is of.
+        """Returns a name for a part that depends on its content and on `of`.
 
-        Texts are known by what they say, so that a file in which a line was put right is read anew in one part alone.
+        For texts, the name depends on the texts themselves. So if one line of a file is corrected, only its part is
+        computed again.
         """
         digest = hashlib.sha256(of.encode())
         if self.origin.kind == "row":
@@ -190,23 +194,23 @@ class Source:
         return digest.hexdigest()[:32]
 
     def _lines_with(self, num_rows: int) -> int:
-        """How many lines from the first one on hold that many rows."""
+        """Returns the number of lines, from the first one, that hold `num_rows` rows."""
         stop = 0
         for number, _ in islice(self._numbered(), num_rows):
             stop = number + 1
         return stop
 
     def _numbered(self) -> Iterator[tuple[int, Columns]]:
-        """The columns of each row with its number from 0; empty lines count and are left out."""
+        """Yields the number (from 0) and the columns of each row. Empty lines are counted but not yielded."""
         try:
             for number, values in enumerate(self.table):
                 if self.origin.has_row(values):
                     yield number, values
-        except (OSError, ValueError) as error:  # Arrow's own are kinds of both
+        except (OSError, ValueError) as error:  # Arrow's errors are subclasses of these
             raise _unread(self.origin.called, error, self.action) from error
 
     def _bad_text(self, start: int, error: UnicodeDecodeError) -> ValueError:
-        """The sentence for a row whose text is no UTF-8, the first one from a row on: tables are read unchecked."""
+        """Returns the error for the first row, from `start` on, whose text is not UTF-8. Tables are read unchecked."""
         number = start
         try:
             while number < len(self.table):
@@ -229,16 +233,16 @@ def _made_at(
     start: int,
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a function makes of a row of a part that begins with the row `start`."""
+    """Returns the function's result for a row of a part. The first row of the part has the number `start`."""
     return function(values, start + number, rank, **options)
 
 
 @contextmanager
 def _same_environment() -> Generator[None]:
-    """Has the environment be the same object, and say the same, afterwards.
+    """Restores the object `os.environ` and the variable `PARALLELISM` at the end.
 
-    For processes of its own `datasets` puts a copy in the place of `os.environ`. What holds the first object (Rich
-    does) would never see a later change.
+    When `datasets` starts processes, it replaces `os.environ` by a copy. Code that holds the first object (Rich does)
+    would never see a later change.
     """
     environment = os.environ
     before = environment.get(PARALLELISM)
@@ -253,18 +257,18 @@ def _same_environment() -> Generator[None]:
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def full_name(name: str) -> str:
-    """Returns the name of a set of rows that is right in every working folder: of a file or folder its whole path."""
+    """Returns the name of a set of rows in a form for every working folder: a file or folder by its absolute path."""
     if name.endswith(FILES):
         return str(whole_path(Path(name)))
     path, colon, config_and_split = name.partition(":")
-    # `Path.is_dir` of Python 3.11 raises for a text that is too long for a path.
+    # `Path.is_dir` of Python 3.11 raises an error for a text that is too long for a path.
     if os.path.isdir(path):
         return f"{Path(path).resolve()}{colon}{config_and_split}"
     return name
@@ -274,13 +278,13 @@ def open_source(name: str, *, streaming: bool = False) -> Source:
     """Opens a set of rows: a file of one of `FILES`, a folder, or `ORG/NAME:CONFIG:SPLIT` (split `train` by default).
 
     Args:
-        name (`str`): Which.
-        streaming (`bool`): Fetch rows as they are asked for, and keep none; by default `datasets` keeps a copy of
-            them in its cache (`HF_DATASETS_CACHE`) and no row in memory. Of a set with images inside of messages or
-            lists it keeps two copies: the second one says that images are not decoded.
+        name (`str`): The name of the set.
+        streaming (`bool`): Whether rows are fetched when they are needed, and not stored. By default, `datasets` keeps
+            a copy of the rows in its cache (`HF_DATASETS_CACHE`) and no row in memory. If a set has images inside of
+            messages or lists, there are two copies. In the second copy, images are marked as not decoded.
 
     Raises:
-        ValueError: If there is no `datasets`, no such set, it cannot be read, or the disk is full.
+        ValueError: If `datasets` is not installed, there is no such set, it cannot be read, or the disk is full.
     """
     if name.endswith(FILES):
         return _open_file(Path(name), streaming)
@@ -289,14 +293,14 @@ def open_source(name: str, *, streaming: bool = False) -> Source:
 
 
 def set_parts(name: str, files: Sequence[str]) -> tuple[str, str | None, str | None]:
-    """Returns the path, the configuration and the split of `ORG/NAME:CONFIG:SPLIT`, `None` where one is not named.
+    """Returns the path, the configuration and the split of `ORG/NAME:CONFIG:SPLIT`. A missing part is `None`.
 
     Args:
-        name (`str`): Of a set of the Hub, or a folder.
-        files (sequence of `str`): Endings of the files that could be named in its place.
+        name (`str`): The name of a set of the Hub, or of a folder.
+        files (sequence of `str`): The suffixes of files that could be named instead. The error message lists them.
 
     Raises:
-        ValueError: If it is no such name, or that of a file.
+        ValueError: If `name` has another form, or is the name of a file.
     """
     path, *parts = name.split(":")
     is_place = "/" in path or os.path.isdir(path)
@@ -316,7 +320,7 @@ def _open_set(
     files: Sequence[str] = (),
     action: str = CONNECT,
 ) -> Source:
-    """A set of the Hub, or a folder; see [`hub_rows`]."""
+    """Opens a set of the Hub, or a folder. See [`hub_rows`]."""
     called = _called(path, config, split)
     folder = Path()
     if os.path.isdir(path):
@@ -332,7 +336,7 @@ def _open_set(
 
 
 def _open_file(path: Path, streaming: bool) -> Source:
-    """A file's rows; of a JSON list alone all of them are in memory for a while."""
+    """Opens a file of rows. Only for a JSON list, all rows are in memory for a while."""
     require(os.path.isfile(path), "a file of rows", str(path), "fix the path")
     called = str(path)
     kind: Kind = "row"
@@ -344,7 +348,7 @@ def _open_file(path: Path, streaming: bool) -> Source:
     else:
         kind = "line of text" if path.suffix == ".txt" else "line of JSON"
         require(_has_lines(path), f"rows in {path}", "no rows", FIX_FILE)
-        # As lines, not as tables: rows may be of several forms, and what is wrong with one is told with its line.
+        # Lines are read as texts, not as a table: rows may have several forms, and an error names the line.
         options: dict[str, Any] = {
             "split": "train",
             "data_files": _only(path),
@@ -355,7 +359,7 @@ def _open_file(path: Path, streaming: bool) -> Source:
 
 
 def _has_lines(path: Path) -> bool:
-    """Whether a text file has a line that is not empty; bytes that are no UTF-8 are refused later, by their line."""
+    """Says whether a text file has a line that is not empty. Bytes that are not UTF-8 are refused later, by line."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as stream:
             return any(line.strip() for line in stream)
@@ -364,15 +368,15 @@ def _has_lines(path: Path) -> bool:
 
 
 def _only(path: Path) -> list[str]:
-    """The `data_files` of one file: `datasets` reads them as patterns, and `d[1].jsonl` would match `d1.jsonl`."""
+    """Returns the `data_files` of one file. It is escaped, because as a pattern `d[1].jsonl` would match `d1.jsonl`."""
     return [glob.escape(str(path))]
 
 
 def _generated(path: Path, streaming: bool) -> Any:
-    """The rows of a JSON list as texts."""
+    """Returns a table with the rows of a JSON list as texts."""
     datasets = _datasets(str(path))
     kind = datasets.IterableDataset if streaming else datasets.Dataset
-    # Another time of change is another set
+    # The time of the last change is an argument, so that `datasets` does not use its cache for a changed file.
     options = {"path": str(path), "changed": path.stat().st_mtime_ns}
     features = datasets.Features({"text": datasets.Value("large_string")})
     try:
@@ -382,20 +386,21 @@ def _generated(path: Path, streaming: bool) -> Any:
 
 
 def _json_rows(path: str, changed: int) -> Iterator[dict[str, str]]:
-    """Each row of a JSON list as a text."""
+    """Yields each row of a JSON list as a text."""
     rows = parsed(Path(path).read_bytes(), path, FIX)
     require(isinstance(rows, list), f"a list of rows in {path}", rows, FIX)
     require(bool(rows), f"rows in {path}", "no rows", FIX_FILE)
     for row in rows:
-        # Whatever JSON was read becomes the same JSON again, `NaN` and half characters too: they may be in a column
-        # that nobody reads.
+        # Values such as `NaN` and lone surrogates are written as they were read, because they may be in a column that
+        # is never used.
         yield {"text": json.dumps(row)}
 
 
 def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Row]:
-    """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (a prompt a line) files in turn.
+    """Yields the rows of `.jsonl`, `.json` (one list), `.parquet` or `.txt` (one prompt per line) files in turn.
 
-    Of Parquet files some `columns`, all where empty. Made for questions, which are few.
+    From Parquet files, only the `columns` are read, or all columns if there are none. The function is meant for
+    questions, whose number is small.
     """
     number = 0
     for path in paths:
@@ -407,7 +412,7 @@ def file_rows(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Ro
 
 
 def _placed(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Each row of a file with what to call it; of `.jsonl` only one line is in memory."""
+    """Yields the name (for messages) and the value of each row of a file. For `.jsonl`, only one line is in memory."""
     if path.suffix in (".json", ".parquet"):
         if path.suffix == ".json":
             rows = parsed(path.read_bytes(), str(path), FIX)
@@ -438,22 +443,25 @@ def hub_rows(
     files: Sequence[str] = (),
     action: str = CONNECT,
 ) -> Iterator[Row]:
-    """Yields the rows of a set that `datasets` can load: its name on the Hub, or a folder.
+    """Yields the rows of a set of the Hub, or of a folder, that `datasets` can load.
 
     Args:
-        split (`str`, *optional*): Without one `"test"` where there is one, or else the only one.
-        columns (sequence of `str`): What is read of it; all of it where empty.
-        files (sequence of `str`): Addresses of its JSONL files, where they are not found by the name.
-        action (`str`): What to do where the Hub's set cannot be read.
+        path (`str`): The name of the set on the Hub, or the folder.
+        config (`str`, *optional*): The configuration of the set.
+        split (`str`, *optional*): The split. The default is `"test"` if there is such a split, or else the only split.
+        columns (sequence of `str`): The columns to read. If there are none, all columns are read.
+        files (sequence of `str`): The addresses of the set's JSONL files, if they are not found by its name.
+        action (`str`): The advice if the Hub's set cannot be read.
 
-    Raises `ValueError` if there is no `datasets`, or the set cannot be read.
+    Raises:
+        ValueError: If `datasets` is not installed, or the set cannot be read.
     """
     source = _open_set(path, config, split, False, columns, files, action)
     yield from source.rows()
 
 
 def _called(path: str, config: str | None, split: str | None) -> str:
-    """What to call a set of the Hub in a sentence."""
+    """Returns the name of a set of the Hub for messages."""
     parts = [part for part in (config, split) if part]
     if not parts:
         return path
@@ -461,7 +469,7 @@ def _called(path: str, config: str | None, split: str | None) -> str:
 
 
 def _datasets(called: str) -> Any:
-    """The library, or a sentence where it is not installed."""
+    """Returns the library `datasets`. Raises `ValueError` if it is not installed."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -478,18 +486,18 @@ def _loaded(
     action: str = FIX_FILE,
     **options: Any,
 ) -> Any:
-    """The table that `load_dataset` returns, images as bytes."""
+    """Returns the table of `load_dataset`, with images as bytes."""
     datasets = _datasets(called)
     if streaming:
         options["streaming"] = True
     try:
         table: Any = datasets.load_dataset(path, **options)
     except Exception as error:
-        # The libraries below it, for the network, for addresses and for Parquet, each raise kinds of their own.
+        # `datasets` uses libraries for the network, for addresses and for Parquet, which raise errors of their own.
         raise _unread(called, error, action) from error
     if options["split"] is None:
         table = _only_split(table, called)
-    # Of a set that is streamed they may not be known before its rows are.
+    # The columns of a streamed set may not be known before its rows are read.
     known = table.column_names or ()
     kept = [column for column in columns if column in known]
     if kept:
@@ -499,17 +507,17 @@ def _loaded(
             kept_feature = _undecoded(feature, datasets.Image)
             if kept_feature != feature:
                 table = table.cast_column(column, kept_feature)
-    except (OSError, ValueError) as error:  # Arrow's own are kinds of both
+    except (OSError, ValueError) as error:  # Arrow's errors are subclasses of these
         raise _unread(called, error, action) from error
     return table
 
 
 def _undecoded(feature: Any, image: Any) -> Any:
-    """The feature of a column whose images, however deep in it, stay bytes.
+    """Returns the feature of a column with decoding switched off for images at any depth, so that they stay bytes.
 
     Args:
-        feature: Of `datasets`.
-        image: The class of images there.
+        feature: A feature of `datasets`.
+        image: The class of image features in `datasets`.
     """
     if isinstance(feature, image):
         return image(decode=False)
@@ -517,13 +525,13 @@ def _undecoded(feature: Any, image: Any) -> Any:
         return {name: _undecoded(part, image) for name, part in feature.items()}
     if isinstance(feature, list):
         return [_undecoded(part, image) for part in feature]
-    if hasattr(feature, "feature"):  # a list, or one of its other kinds
+    if hasattr(feature, "feature"):  # a list feature of any kind
         return replace(feature, feature=_undecoded(feature.feature, image))
     return feature
 
 
 def _only_split(splits: Any, called: str) -> Any:
-    """The split that is meant where none is named."""
+    """Returns the default split: `test`, or the only split. Raises `ValueError` if there are only other splits."""
     split = "test" if "test" in splits else next(iter(splits))
     is_clear = split == "test" or len(splits) == 1
     what = f"one split in {called}, or test"
@@ -532,7 +540,7 @@ def _only_split(splits: Any, called: str) -> Any:
 
 
 def _unread(called: str, error: BaseException, action: str = FIX_FILE) -> ValueError:
-    """What is wrong with a set that cannot be read, by the errors that led to the last one."""
+    """Returns the error for a set that cannot be read. It is chosen by the causes of `error`."""
     for cause in _causes(error):
         if isinstance(cause, UnicodeDecodeError) and called.endswith(TEXT_FILES):
             return ValueError(_no_text(Path(called), cause))
@@ -542,13 +550,13 @@ def _unread(called: str, error: BaseException, action: str = FIX_FILE) -> ValueE
             return _no_room(cause, Path(_datasets(called).config.HF_DATASETS_CACHE))
     reason = error
     if isinstance(error, _datasets(called).exceptions.DatasetGenerationError):
-        reason = error.__cause__ or error  # it says itself only that there was one
+        reason = error.__cause__ or error  # the error itself does not say what was wrong
     got = f"{type(reason).__name__} ({one_line(reason)})"
     return ValueError(f"expected to read {called} with datasets, got {got}; {action}")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and those that led to it."""
+    """Yields an error and the errors that have caused it."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -556,7 +564,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _no_text(path: Path, error: UnicodeDecodeError) -> str:
-    """Which line of a file is no UTF-8."""
+    """Returns a message that names the first line of a file that is not UTF-8."""
     where = str(path)
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -570,12 +578,12 @@ def _no_text(path: Path, error: UnicodeDecodeError) -> str:
 
 
 def is_no_room(error: BaseException) -> bool:
-    """Whether an error says that a disk is full."""
+    """Says whether an error means that a disk is full."""
     return isinstance(error, OSError) and error.errno in NO_ROOM
 
 
 def _no_room(error: OSError, folder: Path) -> ValueError:
-    """The sentence for a disk that is full."""
+    """Returns the error for a full disk."""
     got = one_line(error.strerror or error)
     return ValueError(
         f"expected to write to {folder}, got {got}; make room and run it again: it goes on"

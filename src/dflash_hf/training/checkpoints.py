@@ -110,7 +110,7 @@ def _is_evaluation(record: Mapping[str, Any], step: int) -> bool:
 
 
 def _keep_records(path: Path, last_step: int, is_evaluated_again: bool) -> None:
-    """Drops incomplete lines from a file of records, and the records of steps and evaluations that are done again.
+    """Drops broken lines from a file of records, and the records of steps and evaluations that are done again.
 
     These are the steps after `last_step`, and the evaluation at `last_step` if `is_evaluated_again`.
     """
