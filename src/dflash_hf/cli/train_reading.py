@@ -97,7 +97,7 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         # The value may be a list, but Transformers' parser does not know this.
         if action.dest == "report_to":
             action.nargs = "+"
-        # There is one optimizer more than in Transformers. `DFlashTrainingArguments` checks the name.
+        # `muon` is not in Transformers' list of optimizers. `DFlashTrainingArguments` checks the name.
         if action.dest == "optim":
             action.type = str
             action.choices = None

@@ -364,7 +364,7 @@ def _train(settings: TrainSettings, state: RunState, target: TargetOnce) -> dict
     place = state.folder("run")
     if place.exists():
         shutil.rmtree(place)
-    fresh.rename(place)  # a killed process leaves the one or the other
+    fresh.rename(place)  # a killed process leaves one of these folders
     name = "eval_acceptance_length"
     lengths = [record[name] for record in trainer.state.log_history if name in record]
     best = trainer.state.best_metric

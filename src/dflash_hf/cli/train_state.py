@@ -218,7 +218,7 @@ class RunState:
         return [stage for stage in self.stages if stage in pending]
 
     def discard_outdated(self) -> None:
-        """Removes the output of outdated stages, from the last stage to the first, so that a kill leaves no gap."""
+        """Removes the output of outdated stages, the last stage first, so that it can be repeated after a kill."""
         for stage in reversed(self.outdated):
             for name in FOLDERS[stage]:
                 if (self.path / name).exists():

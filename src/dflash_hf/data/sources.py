@@ -368,7 +368,7 @@ def _has_lines(path: Path) -> bool:
 
 
 def _only(path: Path) -> list[str]:
-    """Returns the `data_files` of one file. It is escaped, because as a pattern `d[1].jsonl` would match `d1.jsonl`."""
+    """Returns the `data_files` of one file, escaped, because `datasets` would match `d1.jsonl` with `d[1].jsonl`."""
     return [glob.escape(str(path))]
 
 

@@ -109,7 +109,7 @@ def _chosen(chosen_BS: Tensor, block_size: int) -> Anchors:
 
 
 class BlockMaskRule:
-    """Says which of the keys `[context | blocks]` each slot of each block sees. All masks of training are made here.
+    """Says which of the keys `[context | blocks]` each slot of each block sees. It makes all masks of training.
 
     Args:
         attention_mask_BS (`torch.Tensor` of shape `[B, S]`, bool): True for real context tokens. Rows are

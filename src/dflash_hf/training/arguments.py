@@ -82,8 +82,8 @@ class DFlashTrainingArguments(TrainingArguments):
     """The arguments of `transformers.TrainingArguments`, and the settings that only the training of a draft has.
 
     The defaults are those of the paper (arXiv 2602.06036, section 4): AdamW with a learning rate of 6e-4, 4 % of the
-    steps as warm-up, a cosine to zero, 6 epochs, gradients of norm 1 at most, and 512 anchors. Only the loss differs
-    from the paper. With D-PACE's loss, more tokens of a draft are accepted after the same number of training steps
+    steps as warm-up, a cosine to zero, 6 epochs, gradients of norm 1 at most, and 512 anchors. The loss is D-PACE's,
+    because with this loss more tokens of a draft are accepted after the same number of training steps
     (docs/log-archive.md). `optim="muon"` is Muon for the matrices of the layers and AdamW for the rest (torch >= 2.9).
     Transformers' optimizers work too, except those that step within the backward pass. With `load_best_model_at_end`,
     the best draft is the one with the largest `eval_acceptance_length`.
@@ -394,7 +394,7 @@ def check_metric(args: DFlashTrainingArguments, held_out: Collection[str]) -> No
             `eval_<name>` for each of several sets.
 
     Raises:
-        ValueError: If no evaluation gives the metric. The message names the metrics that there are.
+        ValueError: If no evaluation gives the metric. The message names the available metrics.
     """
     measured = [f"{beginning}_acceptance_length" for beginning in held_out]
     metric = args.metric_for_best_model

@@ -154,9 +154,9 @@ class ChatDataset(Sequence[Example]):
     ) -> int:
         """Returns the number of tokens after images are expanded, from the headers of the images if possible.
 
-        How many tokens of the text the tokens of an image replace depends on the model family, so one example is built
-        to measure it. Lengths are exact if this number is constant (one placeholder in Qwen's templates), and
-        approximate otherwise.
+        The number of text tokens that an image replaces depends on the model family, so one example is built to
+        measure it. Lengths are exact if this number is constant (one placeholder in Qwen's templates), and approximate
+        otherwise.
         """
         if _has_videos(messages):
             return build()

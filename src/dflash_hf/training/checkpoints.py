@@ -209,7 +209,7 @@ def check_same_steps(
 
     Raises:
         ValueError: If the steps have other rows (the message has both values), or if another trainer has written the
-            checkpoint, so that it has no record of its rows.
+            checkpoint, which then has no record of its rows.
     """
     state: Any = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     records: Any = state.get("stateful_callbacks", {}).get(Records.__name__)

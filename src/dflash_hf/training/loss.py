@@ -6,9 +6,9 @@ token. There are five objectives:
 * `"cross_entropy"`: `l = CE` and `w_k = exp(-(k - 1) / gamma)` for the k-th proposal. Source: arXiv 2602.06036,
   section 4.2.
 * `"dpace"`: `l = CE`, and instead of a fixed decay `w_j = sum_{m >= j} C_m` with
-  `C_m = prod_{i <= m} ((1 - a) q_i + a)` and `q = exp(-CE)`. The weights are constants for the gradient. A weight is
-  the slot's share of the expected accepted length. Source: arXiv 2605.18810, equations 7 and 8, with its `a` of 0.5.
-  See also SpecForge pull request 578, speculators 736 and Model Optimizer 1724.
+  `C_m = prod_{i <= m} ((1 - a) q_i + a)` and `q = exp(-CE)`. The weights are constants for the gradient. A weight says
+  how much the slot adds to the expected accepted length. Source: arXiv 2605.18810, equations 7 and 8, with its `a` of
+  0.5. See also SpecForge pull request 578, speculators 736 and Model Optimizer 1724.
 * `"kl"`: `l = KL(p || q)`, with the decay of cross entropy. `p` is the target's distribution at the slot, restricted
   to its most likely tokens and normalised to the sum 1.
 * `"tv"`: `l = 1 - a`, the total variation, with the same decay. `a = sum(min(p, q))` over these tokens is the

@@ -155,7 +155,7 @@ class DFlashTrainer(Trainer):
         has_place = getattr(target, "hf_device_map", None) is not None or not self.target.has_layers
         if not has_place and not getattr(target, "is_quantized", False):
             target.to(args.device)  # type: ignore[arg-type]
-        # `Trainer` gets no processing class: it would write the special tokens of one into the draft's config.
+        # `Trainer` gets no processing class, because it would write special tokens into the draft's config.
         self._saved_beside = processing_class
         self._window: dict[str, Tensor] = {}
         self._losses: list[tuple[list[int], Tensor]] = []
@@ -317,7 +317,7 @@ class DFlashTrainer(Trainer):
         return super().create_optimizer(model)
 
     def get_tp_size(self) -> int:
-        """Overrides: returns the target's size. The library would ask the draft, which is whole in every process."""
+        """Overrides: returns the number of processes that hold one target. The library would ask the draft."""
         return self.args.tensor_parallel_size
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -446,7 +446,7 @@ class DFlashTrainer(Trainer):
             weight = max(float(total["weight"]), 1e-9)
             logs["loss"] = float(total["loss"]) / weight
             shares = (total["correct"] / total["count"].clamp_min(1)).tolist()
-            # Slot 0 is the anchor's. It has an accuracy only if it proposes a token, which is then proposal 1.
+            # Proposals are counted from 1. The anchor's slot gives proposal 1, or is left out if it proposes nothing.
             slots = enumerate(shares, int(self.draft.config.sample_from_anchor))
             logs |= {f"accuracy_{slot}": round(share, 4) for slot, share in slots if slot}
             logs["block_acceptance"] = 1 + int(total["accepted"]) / max(int(total["blocks"]), 1)
@@ -497,7 +497,7 @@ class DFlashTrainer(Trainer):
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _whole_draft(self) -> DFlashDraftModel:
-        """Returns the draft, or an unsharded copy: the processes' walks differ in length, so they cannot share one."""
+        """Returns the draft, or a whole copy if it is sharded, because the walks of the processes differ in length."""
         draft = self.draft
         state = draft.state_dict()
         if not any(isinstance(value, DTensor) for value in state.values()):
