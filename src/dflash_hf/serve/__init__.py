@@ -1,1 +1,1 @@
-"""An OpenAI-style server for a pair, whose `generate` gets the draft."""
+"""This package is an OpenAI-style server for a pair. Its answers are generated with the draft."""

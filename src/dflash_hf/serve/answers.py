@@ -1,4 +1,4 @@
-"""An answer as text: tokens in, pieces out, the same ones whether they are sent as they come or all together."""
+"""This module turns the tokens of an answer into pieces of text. A stream and a whole answer have the same pieces."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from dflash_hf.serve.markup import BROKEN, MarkupReader, Piece, marks_of
 
 
 def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) -> frozenset[int]:
-    """Returns the tokens that have no text: special ones, but for the marks of a response template."""
+    """Returns the tokens that have no text: all special tokens, except the marks of a response template."""
     marks = marks_of(markup)
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    # A tokenizer need not name all of its special tokens: Llama 3 ends some answers by one that it does not name.
+    # A tokenizer may leave special tokens unnamed: Llama 3 ends some answers with a token that its tokenizer does not
+    # name.
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
             special[token_id] = token.content
@@ -23,24 +24,25 @@ def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) ->
 
 
 class TextReader:
-    """The text of tokens as they come, whole characters at a time.
+    """Decodes tokens one by one, and returns their text in whole characters.
 
-    A token is decoded behind those of the piece before, which decide whether there is a space between them.
+    A token is decoded together with the tokens of the piece before it. They decide whether a space comes between the
+    two.
 
     Args:
-        tokenizer: What decodes.
+        tokenizer: The tokenizer that decodes the tokens.
         hidden (`frozenset[int]`): Tokens that have no text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, hidden: frozenset[int]) -> None:
         self.tokenizer = tokenizer
         self.hidden = hidden
-        # Tokens of the last piece that is more than spaces, and behind it.
+        # Tokens of the last piece that is more than spaces, and the tokens that were returned after it.
         self.told: list[int] = []
-        self.new: list[int] = []  # tokens behind those
+        self.new: list[int] = []  # later tokens, whose text has not been returned yet
 
     def add(self, token_id: int) -> str:
-        """Returns what one more token adds to the text."""
+        """Returns the text that one more token completes."""
         if token_id in self.hidden:
             return ""
         self.new.append(token_id)
@@ -48,7 +50,7 @@ class TextReader:
         is_whole = bool(text) and not text.endswith(BROKEN)
         if not is_whole:
             return ""
-        # A tokenizer that drops a leading space would say nothing of where a piece of spaces ends.
+        # A tokenizer that drops a leading space decodes a piece of spaces to nothing, so such a piece is no beginning.
         if self._decoded(self.new):
             self.told = []
         self.told += self.new
@@ -56,7 +58,7 @@ class TextReader:
         return text
 
     def end(self) -> str:
-        """Returns the rest: a character that is not whole, as `decode` writes it."""
+        """Returns the rest of the text: an incomplete character, as `decode` writes it."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -64,8 +66,8 @@ class TextReader:
         text = self._decoded(self.told + self.new)
         if text.startswith(told):
             return text[len(told) :]
-        # Some tokenizers write a mark for every byte of a run that is no text, those of whole characters included.
-        # What was told stays.
+        # Some tokenizers write a mark for every byte of a run of bytes that is no text, also for its whole characters.
+        # The text that was returned before cannot change any more.
         return self._decoded(self.new)
 
     def _decoded(self, ids: list[int]) -> str:
@@ -77,10 +79,10 @@ class TextReader:
 
 @dataclass
 class StopReader:
-    """Cuts a text off before the first of some texts.
+    """Cuts a text off before the first stop text in it.
 
     Args:
-        stops (sequence of `str`): The texts.
+        stops (sequence of `str`): The stop texts.
     """
 
     stops: Sequence[str]
@@ -88,7 +90,7 @@ class StopReader:
     is_stopped: bool = False
 
     def add(self, text: str) -> str:
-        """Returns what can be told after some more text: what may be the beginning of a stop is held back."""
+        """Returns the text that cannot be part of a stop text any more. A possible beginning of one is held back."""
         if self.is_stopped or not self.stops:
             return "" if self.is_stopped else text
         text = self.held + text
@@ -103,14 +105,14 @@ class StopReader:
         return text[: len(text) - num_held]
 
     def end(self) -> str:
-        """Returns what is held back."""
+        """Returns the text that was held back."""
         rest = self.held
         self.held = ""
         return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many letters at the end of a text are the beginning of a stop."""
+    """Returns how many letters at the end of a text may be the beginning of a stop text."""
     for number in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-number:]):
             return number
@@ -118,12 +120,12 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class StopSearch:
-    """Looks for stop texts in an answer, as its client sees it.
+    """Looks for stop texts in an answer, as its client sees the answer.
 
     Args:
-        tokenizer: What decodes.
+        tokenizer: The tokenizer that decodes the answer.
         hidden (`frozenset[int]`): Tokens that have no text.
-        stops (sequence of `str`): The texts.
+        stops (sequence of `str`): The stop texts.
     """
 
     def __init__(
@@ -134,24 +136,26 @@ class StopSearch:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether one of the texts is in the answer."""
+        """Whether one of the stop texts is in the answer."""
         return self.stops.is_stopped
 
     def add(self, token_id: int) -> None:
-        """Reads the text of one more token; [`is_stopped`] tells of what it completes."""
+        """Reads the text of one more token. After that, [`is_stopped`] says whether a stop text is complete."""
         if self.stops.stops:
             self.stops.add(self.text.add(token_id))
 
 
 @dataclass
 class Answer:
-    """One answer while it comes.
+    """One answer while it is generated.
 
     Args:
-        text (`TextReader`): Reads its tokens.
-        stops (`StopReader`): Ends it.
-        markup (`MarkupReader`): Splits it.
-        has_parallel_calls (`bool`): Whether calls behind the first one count.
+        text (`TextReader`): Decodes the tokens of the answer.
+        stops (`StopReader`): Cuts the text off at a stop text.
+        markup (`MarkupReader`): Splits the text into pieces.
+        has_parallel_calls (`bool`): Whether the answer may contain more than one call. Otherwise, calls after the
+            first
+            one are dropped.
     """
 
     text: TextReader
@@ -160,17 +164,17 @@ class Answer:
     has_parallel_calls: bool
     ids: list[int] = field(default_factory=list[int])
     offsets: list[int] = field(default_factory=list[int])  # letters before each token
-    num_letters: int = 0  # of all tokens so far
-    num_kept: int = 0  # of those before a stop text
+    num_letters: int = 0  # of the text of all tokens so far
+    num_kept: int = 0  # of the text before a stop text
     has_calls: bool = False
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop text has ended it."""
+        """Whether a stop text has ended the answer."""
         return self.stops.is_stopped
 
     def add(self, ids: Sequence[int]) -> list[Piece]:
-        """Returns the pieces that some more tokens complete; those behind a stop text are not looked at."""
+        """Returns the pieces that some more tokens complete. Tokens after a stop text are ignored."""
         pieces: list[Piece] = []
         for token_id in ids:
             if self.is_stopped:
@@ -181,7 +185,7 @@ class Answer:
         return self._noted(pieces)
 
     def end(self) -> list[Piece]:
-        """Returns the pieces of the text that was held back, which might have become a stop text or a tool call."""
+        """Returns the pieces of the text that was held back, because a stop text or a call could have begun there."""
         pieces: list[Piece] = []
         if not self.is_stopped:
             self._tell(pieces, self.text.end())
@@ -209,7 +213,7 @@ class Answer:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces, neighbours of the same kind as one; every call stays one of its own."""
+    """Joins neighbouring pieces of the same kind. Every call stays a piece of its own."""
     joined: list[Piece] = []
     for piece in pieces:
         is_same = bool(joined) and joined[-1].kind == piece.kind != "call"

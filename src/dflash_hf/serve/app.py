@@ -1,8 +1,8 @@
-"""The server's pages: two of OpenAI's endpoints over one pair.
+"""This module contains the pages of the server: OpenAI's two endpoints for answers, over one pair, and a few more.
 
-A request is looked at ([`dflash_hf.serve.requests`]) and becomes jobs of the engine ([`dflash_hf.serve.engine`]).
-Their tokens become an answer or its pieces ([`dflash_hf.serve.exchange`]). Errors are OpenAI's objects with a
-sentence each.
+[`dflash_hf.serve.requests`] checks a request and makes jobs of it. The engine ([`dflash_hf.serve.engine`]) runs the
+jobs. [`dflash_hf.serve.exchange`] makes an answer or a stream of pieces from their tokens. An error is answered by
+OpenAI's error object, with one sentence in it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PAGES = (
     "GET /metrics, GET /health, POST /load_model"
 )
 LENGTH_HEADER = "x-acceptance-length"
-UNREAD = (408, 413, 415)  # what is left of a body that was not read ends with its connection
-PATIENCE = 1.0  # seconds without a byte of a body that is not complete
+UNREAD = (408, 413, 415)  # with these, a part of the body is unread, so the connection is closed
+PATIENCE = 1.0  # seconds to wait for the next bytes of a body that is not complete
 
 
 class Endpoint:
@@ -52,7 +52,7 @@ class Endpoint:
         self.is_chat = is_chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers; a client that goes away ends its run, whether it waits for all of the answer or for pieces."""
+        """Answers one request. If the client disconnects, its run ends, both for a whole answer and for a stream."""
         kind = "cmpl"
         if self.is_chat:
             kind = "chatcmpl"
@@ -80,7 +80,7 @@ class Endpoint:
                 exchange.end()
 
     async def stream(self, exchange: Exchange, name: str) -> AsyncGenerator[str]:
-        """Yields the events of a stream; an error is one event, and the last."""
+        """Yields the events of a stream. An error becomes one event, which is the last one."""
         try:
             async for text in exchange.stream():
                 yield text
@@ -89,7 +89,10 @@ class Endpoint:
             yield event(content)
 
     def failed(self, error: Exception, name: str) -> tuple[int, dict[str, Any]]:
-        """Returns status and content of the response to a request that came to nothing, and notes it."""
+        """Returns the status and the content of the response to a failed request.
+
+        Also writes a line about the failure, except for [`Ended`]: the engine has already written that line.
+        """
         if isinstance(error, Ended):
             return 503, error_object(str(error), 503)
         status = 500
@@ -101,7 +104,7 @@ class Endpoint:
             code = error.code
             param = error.param
             sentence = str(error)
-        # What `generate` refuses
+        # `generate` has refused the request.
         elif isinstance(error, ValueError):
             status = 400
             sentence = one_line(error)
@@ -110,7 +113,7 @@ class Endpoint:
 
 
 def refused(status: int, content: dict[str, Any]) -> Response:
-    """Returns the response to a request that came to nothing."""
+    """Returns the response to a request that failed."""
     headers: dict[str, str] = {}
     if status in UNREAD:
         headers["connection"] = "close"
@@ -121,9 +124,9 @@ async def read_body(request: Request) -> bytes:
     """Returns the body of a request.
 
     Raises:
-        Refusal: If it is too long, does not go on, or is said to be something else than JSON: pages of other sites
-            may send that.
-        ClientDisconnect: If the client goes away meanwhile.
+        Refusal: If the body is too long, stops arriving, or has another content type than JSON. Pages of other sites
+            can send other content types.
+        ClientDisconnect: If the client disconnects before the body is complete.
     """
     kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -153,7 +156,7 @@ async def read_body(request: Request) -> bytes:
 
 
 async def or_gone(receive: Receive, exchange: Exchange, work: Coroutine[Any, Any, Any]) -> Any:
-    """Returns what the work comes to; once the client has gone, which shows in what it sends, ends the exchange."""
+    """Returns the result of `work`. Ends the exchange if the client disconnects before."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -168,7 +171,7 @@ async def or_gone(receive: Receive, exchange: Exchange, work: Coroutine[Any, Any
 
 
 def whole(content: dict[str, Any]) -> Response:
-    """Returns the response with a whole answer; the first choice's acceptance length is in a header too."""
+    """Returns the response with a whole answer. A header repeats the acceptance length of the first choice."""
     response = JSONResponse(content)
     length = content["choices"][0]["acceptance_length"]
     if length is not None:
@@ -177,11 +180,11 @@ def whole(content: dict[str, Any]) -> Response:
 
 
 def guards(host: str, cors_origins: Sequence[str]) -> list[Middleware]:
-    """Returns what stands before the pages of a server that listens on `host`, the outermost first.
+    """Returns the middleware of a server that listens on `host`, the outermost first.
 
     Args:
-        host (`str`): Where it listens.
-        cors_origins (sequence of `str`): Origins whose pages may ask in a browser; `*` for all.
+        host (`str`): The host that the server listens on.
+        cors_origins (sequence of `str`): Origins whose pages may send requests from a browser; `*` for all origins.
 
     Raises:
         OSError: If there is no such host.
@@ -202,7 +205,7 @@ def guards(host: str, cors_origins: Sequence[str]) -> list[Middleware]:
 
 
 def build_app(pair: Pair, middleware: Sequence[Middleware] = ()) -> Starlette:
-    """Returns the server's pages as an ASGI application, behind some middleware."""
+    """Returns the server's pages as an ASGI application, behind the given middleware."""
     model = {
         "id": pair.name,
         "object": "model",
@@ -218,11 +221,11 @@ def build_app(pair: Pair, middleware: Sequence[Middleware] = ()) -> Starlette:
         return JSONResponse(error_object(sentence, 404, "model_not_found", "model"), 404)
 
     async def load_model(request: Request) -> Response:
-        """Answers `transformers chat`, which asks for its model before it begins: it is there already."""
+        """Answers the request of `transformers chat` to load its model. The model is always loaded already."""
         try:
             asked = read_object(await read_body(request)).get("model")
         except ClientDisconnect:
-            return Response()  # which nobody reads
+            return Response()  # nobody reads this response
         except Refusal as error:
             content = error_object(str(error), error.status, error.code, error.param)
             return refused(error.status, content)
@@ -255,7 +258,7 @@ def build_app(pair: Pair, middleware: Sequence[Middleware] = ()) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """Ends every run when it is told to stop, and waits a little for those who read slowly."""
+    """A server that ends every run when it has to stop, and then gives slow readers 5 seconds."""
 
     def __init__(self, pair: Pair, middleware: Sequence[Middleware] = ()) -> None:
         quiet: Any = {"lifespan": "off", "log_level": "warning", "access_log": False}
@@ -264,13 +267,13 @@ class Server(uvicorn.Server):
         self.pair = pair
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until a signal comes, and waits for the step that runs then: Python must not end in its middle."""
+        """Serves until a signal comes. Then waits for the running step, because Python must not end during a step."""
         try:
             super().run(sockets)
         finally:
             self.pair.engine.call(int)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Has the engine end all runs, then has uvicorn take the signal."""
+        """Tells the engine to end all runs. Then uvicorn handles the signal."""
         self.pair.engine.stop()
         super().handle_exit(sig, frame)

@@ -1,8 +1,8 @@
-"""What generates: jobs in, their tokens out.
+"""This module defines jobs and engines. An engine takes jobs and reports their tokens.
 
-The server knows an [`Engine`] only by its methods: jobs are submitted, and each gets its events from the engine's
-thread. The engine of a pair decodes several jobs together ([`dflash_hf.serve.rows`]). [`Alone`] answers those that
-cannot share a batch by the target's `generate`.
+The server uses only the methods of an [`Engine`]. It submits jobs, and each job gets its events from the engine's
+thread. The engine of a pair decodes several jobs together ([`dflash_hf.serve.rows`]). [`Alone`] answers the jobs that
+cannot share a batch, by the target's `generate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dflash_hf.target_model.parts import end_tokens
 
 
 class Ended(Exception):
-    """Raised inside `generate` to end it: the client has gone, or the server stops."""
+    """Raised inside `generate` to end it, because the client has disconnected or the server stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,15 @@ class Sampling:
     """How a job's tokens are chosen.
 
     Args:
-        max_new_tokens (`int`): Most tokens of the answer.
-        options (`dict[str, Any]`): Further options of `generate`, by its names.
-        processors (`tuple[LogitsProcessor, ...]`): Processors beside those of `generate`.
+        max_new_tokens (`int`): Maximum number of tokens of the answer.
+        options (`dict[str, Any]`): Further arguments of `generate`, by name.
+        processors (`tuple[LogitsProcessor, ...]`): Logits processors that run beside those of `generate`.
         stops (`tuple[str, ...]`): Texts that end the answer.
         hidden (`frozenset[int]`): Tokens that have no text.
-        seed (`int`, *optional*): Seed of the random numbers; without one each answer is another.
-        num_logprobs (`int`): How many of the most likely tokens are told at each place; -1 for no log-probabilities.
+        seed (`int`, *optional*): Seed of the random numbers. Without a seed, the random numbers differ in every
+            answer.
+        num_logprobs (`int`): How many of the most likely tokens are reported at each place, with their
+            log-probabilities; -1 for no log-probabilities.
     """
 
     max_new_tokens: int
@@ -61,13 +63,14 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a job's verifies came to.
+    """The number of tokens and proposals in the verifies of one job.
 
     Args:
         committed (`tuple[int, ...]`): Tokens committed by each verify, the bonus token included.
         accepted (`tuple[int, ...]`): Proposals that each verify accepted.
         proposed (`tuple[int, ...]`): Proposals that each verify checked.
-        num_kept_tokens (`int`): First tokens of the prompt whose keys and values were there already.
+        num_kept_tokens (`int`): Tokens at the beginning of the prompt whose keys and values were kept from other
+            texts.
     """
 
     committed: tuple[int, ...] = ()
@@ -77,7 +80,7 @@ class Counts:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens committed per verify, the bonus token included; None if nothing was verified."""
+        """Mean number of tokens committed per verify, the bonus token included; None if nothing was verified."""
         if not self.committed:
             return None
         return sum(self.committed) / len(self.committed)
@@ -103,12 +106,12 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """The end of a job that went well.
+    """The end of a job without an error.
 
     Args:
-        is_cut (`bool`): Whether the limit ended it, and not an end token or a stop text.
-        counts (`Counts`): What its verifies came to.
-        logprobs (`list[TokenLogprob]`): Of every token, where the job asks for them.
+        is_cut (`bool`): Whether the limit ended the job, and not an end token or a stop text.
+        counts (`Counts`): The numbers of its verifies.
+        logprobs (`list[TokenLogprob]`): One per token of the answer, if the job asks for log-probabilities.
     """
 
     is_cut: bool
@@ -123,11 +126,11 @@ class Job:
     """One answer to generate.
 
     Args:
-        name (`str`): What the log calls it.
+        name (`str`): Name of the job in the log.
         inputs (`dict[str, torch.Tensor]`): The prompt, one row, as `generate` takes it.
         sampling (`Sampling`): How its tokens are chosen.
-        receive (callable): Gets its events, in the engine's thread: `Tokens` any number of times, then `Done` or what
-            was raised, once.
+        receive (callable): Gets the events of the job, in the engine's thread: first `Tokens`, any number of times,
+            then once `Done` or the exception that was raised.
     """
 
     def __init__(
@@ -141,7 +144,8 @@ class Job:
         self.inputs = inputs
         self.sampling = sampling
         self.receive = receive
-        self.gone = threading.Event()  # once set, it ends at the next step, or before its first
+        # Once this is set, the job ends at its next step, or before its first one.
+        self.gone = threading.Event()
         self.submitted = time.perf_counter()
 
     @property
@@ -150,7 +154,7 @@ class Job:
         return int(self.inputs["input_ids"].shape[1])
 
     def check(self, stopping: threading.Event) -> None:
-        """Raises `Ended` if nobody wants more of it."""
+        """Raises `Ended` if the server stops or the client of the job has disconnected."""
         if stopping.is_set():
             raise Ended("the server stops")
         if self.gone.is_set():
@@ -158,10 +162,10 @@ class Job:
 
 
 class Engine(Protocol):
-    """What the server asks for answers."""
+    """The methods by which the server gets answers."""
 
     def submit(self, job: Job) -> None:
-        """Takes a job; what becomes of it the job's `receive` is told."""
+        """Takes a job. The job's `receive` gets the events of the job."""
         ...
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -169,16 +173,16 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends all jobs at the next step, and those that still come."""
+        """Ends all jobs at the next step, and also every job that comes later."""
         ...
 
 
 class Alone:
-    """Answers a job by the target's `generate` with the draft.
+    """Answers single jobs by the target's `generate` with the draft.
 
     Args:
         target, draft, tokenizer: The pair.
-        note (callable): Gets a line about each job.
+        note (callable): Gets a line of text about each job.
         stopping (`threading.Event`): Once set, a job ends at its next step.
     """
 
@@ -197,7 +201,7 @@ class Alone:
         self.stopping = stopping
 
     def run(self, job: Job) -> None:
-        """Answers a job, and tells it its end."""
+        """Answers a job, and reports its end to it."""
         feed = _Feed(job, self.stopping)
         started = time.perf_counter()
         end: Done | Exception
@@ -220,7 +224,7 @@ class Alone:
         if wants_logprobs:
             options |= {"return_dict_in_generate": True, "output_logits": True}
         if sampling.seed is None:
-            torch.seed()  # not what the seed of the job before makes of it
+            torch.seed()  # otherwise the random numbers would follow from the seed of the job before
         else:
             torch.manual_seed(sampling.seed)
         output = self.target.generate(
@@ -268,7 +272,7 @@ class Alone:
 def tell_end(
     job: Job, end: Done | Exception, num_tokens: int, seconds: float, note: Callable[[str], None]
 ) -> None:
-    """Tells a job its end, and notes a line about it; what nobody has foreseen is noted with its traceback."""
+    """Reports the end of a job to it, and notes a line about it. Unexpected errors are noted with their traceback."""
     if isinstance(end, Done):
         length = end.counts.acceptance_length or 0.0
         how = f"{len(end.counts.committed) + 1} forwards, acceptance length {length:.2f}"
@@ -281,7 +285,7 @@ def tell_end(
 
 
 class _Feed(BaseStreamer):
-    """Hands a job's tokens on as they come, and ends its run where nobody wants more."""
+    """Reports the tokens of a job as they are generated, and ends its run if nobody waits for more."""
 
     def __init__(self, job: Job, stopping: threading.Event) -> None:
         self.job = job
@@ -290,7 +294,7 @@ class _Feed(BaseStreamer):
         self.num_tokens = 0
 
     def put(self, value: Tensor) -> None:
-        """Takes the prompt, then every accepted run; raises `Ended` if this was the last step."""
+        """Takes the prompt first, and then the tokens of each step. Raises `Ended` if nobody waits for more."""
         self.job.check(self.stopping)
         if not self.has_begun:
             self.has_begun = True
@@ -300,15 +304,15 @@ class _Feed(BaseStreamer):
         self.job.receive(Tokens(ids=ids))
 
     def end(self) -> None:
-        """Nothing to do: the job is told its end."""
+        """Does nothing, because [`Alone.run`] reports the end."""
 
 
 class StopsAt(StoppingCriteria):
-    """Ends a row once its answer has a stop text in it; the prompt is not looked at.
+    """Stops a row once its answer contains a stop text. The prompt is not searched.
 
     Args:
-        tokenizer: What decodes.
-        sampling (`Sampling`): The texts, and the tokens that have none.
+        tokenizer: The tokenizer that decodes the answer.
+        sampling (`Sampling`): Contains the stop texts, and the tokens that have no text.
         num_columns (`int`): Columns of the prompt.
     """
 
@@ -319,15 +323,15 @@ class StopsAt(StoppingCriteria):
     ) -> None:
         self.search = StopSearch(tokenizer, sampling.hidden, sampling.stops)
         self.num_columns = num_columns
-        self.num_read = 0  # tokens of the answer
+        self.num_read = 0  # tokens of the answer that have been searched
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """Returns whether the row stops `[1]`; `input_ids` are its tokens so far `[1, T]`."""
+        """Returns whether the row stops, `[1]`. `input_ids` `[1, T]` are the tokens of the row so far."""
         has_stopped = self.is_said(input_ids[0, self.num_columns :].tolist())
         return cast(torch.BoolTensor, torch.tensor([has_stopped], device=input_ids.device))
 
     def is_said(self, ids: list[int]) -> bool:
-        """Returns whether a text is in the answer so far, which begins with the answer of the call before."""
+        """Returns whether a stop text is in the answer `ids`, which must begin with the `ids` of the call before."""
         for token_id in ids[self.num_read :]:
             self.search.add(token_id)
         self.num_read = len(ids)

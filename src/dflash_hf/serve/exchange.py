@@ -1,4 +1,5 @@
-"""One request and its answers: jobs go to the engine, pieces come back, whole or as a stream."""
+"""This module connects one request with the engine: it submits jobs, and returns their answers whole or as a
+stream."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ class Exchange:
     """The answers to one request.
 
     Args:
-        pair (`Pair`): Who answers.
+        pair (`Pair`): The pair that answers.
         asked (`Asked`): The request.
-        name (`str`): Its id.
+        name (`str`): Id of the request.
     """
 
     def __init__(self, pair: Pair, asked: Asked, name: str) -> None:
@@ -60,7 +61,7 @@ class Exchange:
             self.pair.engine.submit(job)
 
     def end(self) -> None:
-        """Tells the engine that nobody waits for these jobs any more, and counts those that run as aborted."""
+        """Tells the engine that nobody waits for these jobs any more. Those that have not ended count as aborted."""
         for job in self.jobs:
             job.gone.set()
         for tracked in self.tracked:
@@ -68,14 +69,14 @@ class Exchange:
 
     def _receive(self, loop: asyncio.AbstractEventLoop, index: int, event: Event) -> None:
         """Takes an event in the engine's thread."""
-        # With the loop its readers are gone too.
+        # If the loop is closed, nobody reads the events any more.
         if not loop.is_closed():
             loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
     async def progress(self) -> AsyncGenerator[Progress]:
-        """Yields what comes, piece by piece; a choice that has ended has its `finish_reason`.
+        """Yields each choice with its new pieces as they come. A choice that has ended has a `finish_reason`.
 
-        Raises whatever a job ended with.
+        Raises the exception with which a job ended.
         """
         num_running = len(self.jobs)
         while num_running:
@@ -84,7 +85,8 @@ class Exchange:
             pieces: list[Piece] = []
             if isinstance(event, Tokens):
                 self.tracked[index].begin()
-                # At a stop text the engine ends the job itself: it looks for them in the same way.
+                # The answer ignores tokens after a stop text. The engine finds the stop in the same way and ends the
+                # job.
                 pieces = choice.answer.add(event.ids)
             elif isinstance(event, Done):
                 choice.counts = event.counts
@@ -108,7 +110,7 @@ class Exchange:
         return self.reply.whole(self.choices, self.asked.num_prompt_tokens)
 
     async def stream(self) -> AsyncGenerator[str]:
-        """Yields the events of a stream; raises what a job ended with."""
+        """Yields the events of a stream. Raises the exception with which a job ended."""
         for choice in self.choices:
             begun = self.reply.first(choice)
             if begun is not None:
@@ -124,7 +126,7 @@ class Exchange:
         yield DONE
 
     def _event(self, chunk: dict[str, Any]) -> str:
-        """A chunk as an event; where a usage comes at the end, all before it say that they have none."""
+        """Returns a chunk as an event. If a usage comes last, the chunks before it have `null` as their usage."""
         if self.asked.has_usage:
             chunk["usage"] = None
         return event(chunk)

@@ -1,4 +1,4 @@
-"""Reads the generation config of a request, in which `transformers chat` sends its flags of `generate`."""
+"""This module reads the generation config of a request. `transformers chat` sends its flags of `generate` in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import has_whole_characters, need
 
 PARAM = "generation_config"
-# Flag of `generate` -> the field of a request that says the same.
+# Flag of `generate` -> the field of a request that has the same meaning.
 FIELDS = {
     "max_new_tokens": "max_tokens",
     "do_sample": "do_sample",
@@ -27,10 +27,10 @@ WITHOUT_EFFECT = ("transformers_version", "_from_model_config")
 
 
 def with_flags(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
-    """Returns a request with the flags of its generation config as fields; a field that it has itself comes first.
+    """Returns a request with the flags of its generation config as fields. Fields of the request itself come first.
 
     Raises:
-        Refusal: If the config is no object in JSON, or has a flag that the server does not support.
+        Refusal: If the config is not an object in JSON, or has a flag that the server does not support.
     """
     if PARAM not in body:
         return body
@@ -51,28 +51,28 @@ def with_flags(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
     need(isinstance(is_sampled, bool), PARAM, "do_sample as true or false", is_sampled)
     if not is_sampled:
         found["temperature"] = 0
-    # The same limit by its newer name.
+    # The request has the same limit under its newer name.
     if "max_completion_tokens" in body:
         found.pop("max_tokens", None)
     return {**found, **body}
 
 
 def _read(text: Any) -> dict[str, Any]:
-    """The flags of a config, which comes as a text in JSON."""
+    """Returns the flags of a config, which is a text in JSON."""
     flags: Any = None
     if isinstance(text, str):
         try:
             flags = json.loads(text)
         except (ValueError, RecursionError):
             flags = None
-    # The body around it has halves of characters as escapes.
+    # The JSON of the body may have contained halves of characters as escapes.
     is_read = isinstance(flags, dict) and has_whole_characters(flags)
     need(is_read, PARAM, f"{PARAM} as an object in JSON", text)
     return flags
 
 
 def _tokens(value: Any) -> list[Any]:
-    """Token ids, given as one, several or none, as a list."""
+    """Returns token ids as a list, whether they were given as one id, as several or not at all."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Answers of a given form: a JSON schema, a regular expression, a grammar or a call of a tool.
+"""This module forces answers into a form: a JSON schema, a regular expression, a grammar or a call of a tool.
 
-llguidance makes an automaton of the form, and a mask of the tokens that may come next. It is a wheel without
-dependencies, compiles a schema in milliseconds, says why one cannot be met, and bounds its own work.
+llguidance compiles a form to an automaton, which computes a mask of the tokens that may come next. llguidance is a
+wheel without dependencies, compiles a schema in milliseconds, says why a schema cannot be met, and bounds its own
+work.
 """
 
 from __future__ import annotations
@@ -22,28 +23,29 @@ from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import Refusal, has_whole_characters, need
 
 MAX_FORM = 262_144  # letters
-# llguidance goes down by recursion from each rule of a form to the next one, at about 16 KB of stack a rule. A form of
-# `MAX_FORM` letters has up to ten thousand rules, and a stack that is too small ends the process. Pages that are not
-# used take no memory.
+# llguidance goes down by recursion from each rule of a form to the next one, and needs about 16 KB of stack per rule.
+# A
+# form of `MAX_FORM` letters has up to ten thousand rules, and a stack that is too small ends the process. Unused pages
+# of a stack take no memory.
 STACK_BYTES = 2**29
-# White space between the parts of JSON: one space, or a new line. Without a bound a sample may never go on.
+# White space between the parts of JSON: one space, or a new line with spaces. Without a bound a sample may never end.
 LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
 OBJECT = {"type": "object"}
-COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}  # what a schema takes other schemas in by
-# Tokens without a text that may come within a mark. The others have a byte at least.
+COMBINED = {"$ref", "allOf", "anyOf", "oneOf"}  # keys by which a schema includes other schemas
+# How many tokens without a text may come within a mark. All other tokens have at least one byte.
 NUM_TEXTLESS = 4
-STARTING = threading.Lock()  # the size of stacks is one for all threads that start
-KINDS = ("json", "regex", "choice", "grammar")  # of vLLM's `structured_outputs`
+STARTING = threading.Lock()  # the size of stacks holds for all threads that start
+KINDS = ("json", "regex", "choice", "grammar")  # keys of vLLM's `structured_outputs`
 
 
 class FormProcessor(LogitsProcessor):
-    """Leaves the scores of those tokens alone that the form allows next.
+    """Allows only the tokens that the form allows next.
 
     Args:
         matcher: llguidance's automaton.
         num_columns (`int`): Columns of the prompt.
-        tokenizer: What decodes.
-        behind (`str`): A mark that the form begins behind, where the prompt has begun thoughts; mostly empty.
+        tokenizer: The tokenizer that decodes the answer, to find the mark.
+        behind (`str`): The mark after which the form begins, if the prompt has begun thoughts; empty otherwise.
     """
 
     is_row_wise = True
@@ -55,16 +57,16 @@ class FormProcessor(LogitsProcessor):
         self.behind = behind
         self.num_columns = num_columns
         self.read: list[int] = []  # tokens that the automaton has read
-        # Tokens of the answer up to the mark, where the form begins; None before it.
+        # Tokens of the answer up to and including the mark, after which the form begins. None before the mark.
         self.opening: list[int] | None = None
         if not behind:
             self.opening = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
-        """Returns the scores `[1, V]`, -inf where the form forbids a token; `input_ids` `[1, T]`.
+        """Returns the scores `[1, V]`, with -inf for the tokens that the form forbids; `input_ids` is `[1, T]`.
 
         Raises:
-            ValueError: If the form is too complex for the automaton here.
+            ValueError: If the form is too complex for the automaton at this token.
         """
         answer = input_ids[0, self.num_columns :].tolist()
         self._look_for_the_begin(answer)
@@ -81,8 +83,8 @@ class FormProcessor(LogitsProcessor):
         return cast(torch.FloatTensor, scores.masked_fill(~is_allowed, float("-inf")))
 
     def _look_for_the_begin(self, answer: list[int]) -> None:
-        """Begins behind the tokens that end with the mark."""
-        # The mark may have been in a proposal that was rejected.
+        """Lets the form begin after the tokens that end with the mark."""
+        # The mark that was found before may have been in a proposal that was rejected.
         if self.opening is not None and answer[: len(self.opening)] != self.opening:
             self.opening = None
         if self.opening is None:
@@ -92,7 +94,7 @@ class FormProcessor(LogitsProcessor):
                 self.opening = answer
 
     def _advance(self, ids: list[int]) -> None:
-        """Brings the automaton behind these tokens."""
+        """Brings the automaton into the state after these tokens."""
         num_same = 0
         for mine, theirs in zip(self.read, ids, strict=False):
             if mine != theirs:
@@ -100,21 +102,21 @@ class FormProcessor(LogitsProcessor):
             num_same += 1
         if num_same < len(self.read):
             self.matcher.rollback(len(self.read) - num_same)
-        # It reads no further than to the end of the form: proposals may go on behind it.
+        # The automaton reads only up to the end of the form, but proposals may go on after it.
         num_read = self.matcher.try_consume_tokens(ids[num_same:])
         self.read = ids[: num_same + num_read]
 
 
 class Form:
-    """A form that was compiled once; every answer gets a processor of its own.
+    """A form that was compiled once. Every answer gets its own processor.
 
     Args:
-        pair (`Pair`): Who answers.
+        pair (`Pair`): The pair that answers.
         grammar (`str`): The form, as llguidance takes it.
-        param (`str`): The field that it came in.
+        param (`str`): The field of the request that contains the form.
 
     Raises:
-        Refusal: If it is no form, is too large, or cannot be met.
+        Refusal: If the form is invalid or too large, or cannot be met.
     """
 
     def __init__(self, pair: Pair, grammar: str, param: str) -> None:
@@ -128,12 +130,13 @@ class Form:
             raise Refusal(sentence, 400, "invalid_value", param)
 
     def processor(self, num_columns: int, behind: str) -> FormProcessor:
-        """Returns a processor for one answer; arguments as of [`FormProcessor`]."""
+        """Returns a processor for one answer. The arguments are those of [`FormProcessor`]."""
         return FormProcessor(self.matcher.deep_copy(), num_columns, self.pair.tokenizer, behind)
 
 
 def compiled(grammar: str, pair: Pair, param: str) -> Any:
-    """Returns llguidance's automaton of a form, made in a thread whose stack is large enough for any form."""
+    """Returns llguidance's automaton of a form. A thread with a stack that is large enough for any form compiles
+    it."""
     make = library(param).LLMatcher
     tokens = vocabulary(pair, param)
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -147,7 +150,7 @@ def compiled(grammar: str, pair: Pair, param: str) -> Any:
 
 
 def library(param: str) -> Any:
-    """Returns llguidance; raises `Refusal` where it is not installed."""
+    """Returns the module llguidance. Raises `Refusal` if it is not installed."""
     try:
         import_module("llguidance.hf")
         return import_module("llguidance")
@@ -157,7 +160,8 @@ def library(param: str) -> Any:
 
 
 def vocabulary(pair: Pair, param: str) -> Any:
-    """Returns the target's tokens as llguidance knows them, made once; raises `Refusal` if it cannot read them."""
+    """Returns the target's tokens in llguidance's form, made once. Raises `Refusal` if the tokenizer is not a fast
+    one."""
     what = f"a target with a fast tokenizer for {param}"
     kind = type(pair.tokenizer).__name__
     is_fast = isinstance(pair.tokenizer, PreTrainedTokenizerFast)
@@ -173,10 +177,11 @@ def vocabulary(pair: Pair, param: str) -> Any:
 def response_form(
     body: dict[str, Any], tools: list[Any], has_parallel_calls: bool, pair: Pair
 ) -> Form | None:
-    """Returns the form that `response_format` or `structured_outputs` asks for; None where neither does.
+    """Returns the form that `response_format` or `structured_outputs` asks for; None if neither asks for one.
 
-    Under `response_format` an answer may consist of calls of `tools` instead, as at OpenAI, if the target's family has
-    a form of calls.
+    Under `response_format`, an answer may consist of calls of `tools` instead, as at OpenAI. This is possible only if
+    the
+    target's family has a form of calls.
     """
     asked = body.get("response_format", {"type": "text"})
     param = "response_format"
@@ -208,13 +213,13 @@ def response_form(
     try:
         return Form(pair, "\n".join(lines), param)
     except Refusal as refusal:
-        # The answer is of the form that was asked for; the tools' schemas are not of this server's making.
+        # The answer keeps the form that was asked for. The refused part is in the tools' schemas, which clients write.
         pair.note(f"no calls beside {param}, {one_line(refusal)}")
         return form
 
 
 def _structured(outputs: Any, pair: Pair) -> Form:
-    """The form of vLLM's field: one of a JSON schema, a regular expression, a choice and a Lark grammar."""
+    """Returns the form of vLLM's field: a JSON schema, a regular expression, a choice or a Lark grammar."""
     param = "structured_outputs"
     is_one = isinstance(outputs, dict) and len(outputs) == 1 and next(iter(outputs)) in KINDS
     need(is_one, param, f"one of {', '.join(KINDS)} in structured_outputs", outputs)
@@ -243,36 +248,37 @@ def _read(text: str, param: str) -> Any:
 
 
 def json_form(schema: Any, param: str) -> str:
-    """Returns the form of JSON that meets a schema."""
+    """Returns the form of all JSON that meets a schema."""
     need(isinstance(schema, dict), param, "a schema as an object", schema)
-    # A schema that comes as a text has halves of characters as escapes.
+    # A schema that comes as a text may contain halves of characters as escapes.
     need(has_whole_characters(schema), param, "a schema of whole characters", schema)
     return library(param).LLMatcher.grammar_from_json_schema(schema, overrides=LAYOUT)
 
 
 def _closed(parameters: Any) -> Any:
-    """The parameters of a tool, without arguments that they do not name: no tool takes those."""
+    """Returns the parameters of a tool, and forbids arguments that they do not name: no tool takes other arguments."""
     if parameters is None:
         return OBJECT
     if not isinstance(parameters, dict):
         return parameters
-    # Arguments that are no object would make no call, and a schema may leave open what they are.
+    # A schema may leave the type of the arguments open. Arguments that are not an object would not make a call.
     parameters = {**OBJECT, **parameters}
     if "properties" not in parameters:
         return parameters
-    # Their parts may name arguments too, which the whole would then forbid.
+    # The schemas that are included may name further arguments, and the whole schema would forbid these.
     if not COMBINED.isdisjoint(parameters):
         return parameters
     return {"additionalProperties": False, **parameters}
 
 
 def tool_form(choice: Any, tools: list[Any], has_parallel_calls: bool, pair: Pair) -> Form | None:
-    """Returns the form of the calls that `tool_choice` asks for; None where it asks for none.
+    """Returns the form of the calls that `tool_choice` asks for; None if it asks for none.
 
-    A tool that is named is called once, any tool once or, with `has_parallel_calls`, several times.
+    A named tool is called once. If `tool_choice` is `required`, the answer has one call of any tool, or several calls
+    with `has_parallel_calls`.
 
     Raises:
-        Refusal: If the tool is none of the request's, or the target's family marks calls otherwise than by
+        Refusal: If the request does not contain the named tool, or the target's family does not mark calls by
             `<tool_call>` and JSON.
     """
     param = "tool_choice"
@@ -295,13 +301,13 @@ def tool_form(choice: Any, tools: list[Any], has_parallel_calls: bool, pair: Pai
 
 
 def has_form_of_calls(pair: Pair) -> bool:
-    """Whether the target's family marks calls by `<tool_call>` and JSON."""
+    """Returns whether the target's family marks calls by `<tool_call>` and JSON."""
     mark: dict[str, Any] = pair.markup.get("fields", {}).get("tool_calls", {})
     return mark.get("content") == "json" and mark.get("close") == "</tool_call>"
 
 
 def lines_of_calls(tools: list[Any], has_several: bool) -> tuple[str, ...]:
-    """Returns the lines of a grammar in Lark's notation whose `calls` are one call of these tools, or several."""
+    """Returns the lines of a Lark grammar whose rule `calls` is one call of these tools, or several calls."""
     schemas: list[dict[str, Any]] = []
     for tool in tools:
         function = tool["function"]

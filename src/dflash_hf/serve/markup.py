@@ -1,8 +1,9 @@
-"""Thoughts, text and calls of tools in an answer, told apart while it grows.
+"""This module separates thoughts, text and calls of tools in an answer while the answer grows.
 
-How a family marks them is said by Transformers' response templates, and calls are read by its `parse_response`. This
-reader adds what that parser leaves open: a call counts only once it is closed and can be read, anything else is text,
-and white space beside marks is no text.
+Transformers' response templates say how a family marks these parts, and its `parse_response` reads the calls. This
+reader decides what that parser leaves open. A call counts only if it is closed and can be read. Everything else is
+text.
+White space next to marks is not text.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from dflash_hf.errors import is_a
 
-BROKEN = "\ufffd"  # what decoding writes for bytes that are no whole character
+BROKEN = "\ufffd"  # decoding writes this for bytes that are not a whole character
 REASONING = (
     "reasoning_content",
     "thinking",
     "reasoning",
 )  # names of the field in response templates
 CALLS = "tool_calls"
-QUOTES = {"json": '"', "python-call-list": "\"'"}  # around texts, by what is in a call
-HALF = regex.compile("[\ud800-\udfff]")  # of a character, which JSON may have as an escape alone
+QUOTES = {"json": '"', "python-call-list": "\"'"}  # around texts, by the format of a call
+HALF = regex.compile("[\ud800-\udfff]")  # half of a character, which JSON may contain as an escape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,10 @@ class Piece:
     """A piece of an answer.
 
     Args:
-        kind (`str`): What it is.
-        text (`str`): Its text; of a call the arguments, as JSON.
-        name (`str`): Of a call, the function's.
-        call_id (`str`): Of a call, its id.
+        kind (`str`): The kind of the piece.
+        text (`str`): Its text. For a call, this is the arguments as JSON.
+        name (`str`): For a call, the name of the function.
+        call_id (`str`): For a call, its id.
     """
 
     kind: Literal["content", "reasoning", "call"]
@@ -53,24 +54,26 @@ class Region:
 
     field: Any
     opened: str  # the mark that opened it
-    num_searched: int = 0  # letters of it up to the last mark in a text of its own
-    quote: str = ""  # that this text begins with
+    num_searched: int = 0  # letters up to the last closing mark that is inside a quoted text
+    quote: str = ""  # the quote that this text begins with
 
 
 @dataclass
 class Trimmed:
     """Text of one kind whose white space at both ends is held back.
 
-    At its beginning it is dropped, at its end until more text comes, or the answer's end. Beside a mark it is dropped.
+    White space at the beginning is dropped. White space at the end is held back until more text comes or the answer
+    ends.
+    White space next to a mark is dropped.
     """
 
     held: str = ""
     has_text: bool = False
     keeps_start: bool = False
-    is_beside_mark: bool = False  # whether nothing but white space has come since a mark
+    is_beside_mark: bool = False  # whether only white space has come since a mark
 
     def add(self, text: str) -> str:
-        """Returns what can be told after some more text."""
+        """Returns the text that is certain after some more text."""
         text = self.held + text
         if not self.has_text and not self.keeps_start:
             text = text.lstrip()
@@ -82,13 +85,13 @@ class Trimmed:
         return told
 
     def meet_mark(self) -> None:
-        """Drops the white space before a mark, and what comes behind it."""
+        """Drops the white space before a mark, and prepares to drop the white space after it."""
         self.held = ""
         self.keeps_start = False
         self.is_beside_mark = True
 
     def end(self) -> str:
-        """Returns the white space at the end of the answer; none beside a mark."""
+        """Returns the white space at the end of the answer; an empty text next to a mark."""
         if self.is_beside_mark:
             return ""
         return self.held
@@ -99,9 +102,9 @@ class MarkupReader:
     """Splits the text of an answer into pieces.
 
     Args:
-        template (`dict`): The response template of the target's family; with an empty one all is content.
-        prefix (`str`): The prompt, whose end may open a region: some chat templates write `<think>` themselves.
-        tools (`list`): The request's tools; without any, calls are text.
+        template (`dict`): The response template of the target's family. If it is empty, the whole text is content.
+        prefix (`str`): The prompt. Its end may open a region: some chat templates write `<think>` themselves.
+        tools (`list`): The tools of the request. Without tools, calls are text.
     """
 
     template: dict[str, Any]
@@ -123,7 +126,7 @@ class MarkupReader:
             is_wanted = name in REASONING or (name == CALLS and bool(self.tools))
             if is_wanted and one.open_re is not None:
                 self.fields.append(one)
-        # What the prompt has of this answer moves the state, and is no part of it.
+        # The part of the answer that the prompt contains changes the state, but is not part of the answer's text.
         begun = read.truncate_past_last_anchor(self.prefix)
         if begun != self.prefix:
             self.add(begun)
@@ -136,7 +139,7 @@ class MarkupReader:
         return self._read(is_end=False)
 
     def end(self) -> list[Piece]:
-        """Returns the last pieces: a call that is not closed is text."""
+        """Returns the last pieces. A call that is not closed is text."""
         pieces = self._read(is_end=True)
         thoughts = self.reasoning.end()
         if thoughts:
@@ -159,7 +162,7 @@ class MarkupReader:
         return pieces
 
     def _read_content(self, pieces: list[Piece], is_end: bool) -> bool:
-        """Reads up to the next mark; returns whether there was one."""
+        """Reads up to the next mark. Returns whether there was a mark."""
         hold = len(self.buffer)
         best: tuple[int, Any, Any] | None = None
         for one in self.fields:
@@ -192,7 +195,7 @@ class MarkupReader:
         return True
 
     def _read_reasoning(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
-        """Reads up to the end of the thoughts; returns whether it was there."""
+        """Reads up to the end of the thoughts. Returns whether the end was there."""
         self.is_marked = True
         self.content.meet_mark()
         match = region.field.close_re.search(self.buffer, partial=not is_end)
@@ -213,14 +216,14 @@ class MarkupReader:
         return True
 
     def _read_call(self, pieces: list[Piece], region: Region, is_end: bool) -> bool:
-        """Reads a call once it is closed; returns whether the state has changed."""
+        """Reads a call if it is closed. Returns whether the state has changed."""
         match = region.field.close_re.search(self.buffer, region.num_searched)
         body = self.buffer
         if match is not None:
             body = self.buffer[: match.start()]
             before = region.quote + body[region.num_searched :]
             region.quote = _open_quote(region.field, before)
-            # A pattern may match where nothing is: behind that the search would not go on.
+            # A pattern may match an empty text. After an empty match the search would not advance.
             is_text = bool(region.quote and match.group())
             if is_text:
                 region.num_searched = match.end()
@@ -233,7 +236,7 @@ class MarkupReader:
         if match is not None:
             calls = self._calls(region, body, match.group())
         if not calls:
-            # Only the mark becomes text: a call may follow behind it.
+            # Only the mark becomes text, because a call may follow after it.
             self.region = None
             self._tell(pieces, region.opened)
             return True
@@ -246,7 +249,7 @@ class MarkupReader:
         return True
 
     def _calls(self, region: Region, body: str, closed: str) -> list[Piece]:
-        """The calls of a closed region; none if it cannot be read."""
+        """Returns the calls of a closed region; an empty list if the region cannot be read."""
         pattern = region.field.content_args.get("tag_pattern")
         if pattern and regex.sub(pattern, "", body, flags=regex.DOTALL).strip():
             return []
@@ -271,13 +274,13 @@ class MarkupReader:
             pieces.append(Piece(kind="content", text=told))
 
     def _drop(self, end: int) -> None:
-        """Forgets the beginning of the buffer."""
+        """Removes the beginning of the buffer."""
         self.last = self.buffer[max(end - 1, 0) : end] or self.last
         self.buffer = self.buffer[end:]
 
 
 def _open_quote(one: Any, body: str) -> str:
-    """The quote that begins the text in which a part of a call ends; empty where it ends outside of all texts."""
+    """Returns the opening quote of a text that is still open at the end of `body`; empty if no text is open there."""
     delims = one.content_args.get("string_delims", [])
     texts = [
         rf"(?P<quote>{regex.escape(opened)}).*?(?:{regex.escape(closed)}|(?P<cut>\Z))"
@@ -296,14 +299,14 @@ def _open_quote(one: Any, body: str) -> str:
 
 
 def _closed_at_the_end(template: dict[str, Any], one: Any) -> dict[str, Any]:
-    """A response template for a single call, whose own texts may have the mark that closes it."""
+    """Returns a response template for a single call whose own texts may contain the closing mark."""
     calls = {**template["fields"][CALLS], "close_pattern": rf"(?:{one.close_re.pattern})\Z"}
     calls.pop("close", None)
     return {**template, "fields": {**template["fields"], CALLS: calls}}
 
 
 def _with_arguments(body: str) -> str:
-    """The body of a call in JSON, with arguments where it has none."""
+    """Returns the body of a call in JSON, with empty arguments if it has none."""
     try:
         call = json.loads(body)
     except (ValueError, RecursionError):
@@ -314,7 +317,7 @@ def _with_arguments(body: str) -> str:
 
 
 def _call_of(call: Any) -> Piece | None:
-    """A call as a piece; None if it has no name, or arguments that are no object."""
+    """Returns a call as a piece; None if it has no name, or if its arguments are not an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return None
@@ -328,7 +331,7 @@ def _call_of(call: Any) -> Piece | None:
     if not is_a(name, str) or not name or not isinstance(arguments, dict):
         return None
     try:
-        # Infinity, which a number like 1e999 is to Python, is no JSON.
+        # Python reads a number like 1e999 as infinity, and JSON has no infinity.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
@@ -341,7 +344,7 @@ def _call_of(call: Any) -> Piece | None:
 
 
 def open_thoughts(template: dict[str, Any], prompt: str) -> str:
-    """Returns the mark that ends the thoughts which a prompt has begun; empty where it has begun none."""
+    """Returns the mark that ends the thoughts that a prompt has begun; empty if it has begun none."""
     region = MarkupReader(template, prompt, ()).region
     if region is None:
         return ""
@@ -350,7 +353,7 @@ def open_thoughts(template: dict[str, Any], prompt: str) -> str:
 
 
 def marks_of(template: dict[str, Any]) -> str:
-    """Returns all marks of a response template in one text, to look tokens up in; none of an empty one."""
+    """Returns all marks of a response template in one text, so that tokens can be looked up in it."""
     marks: list[str] = []
     for name, one in template.get("fields", {}).items():
         if name != "content":

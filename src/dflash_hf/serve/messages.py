@@ -1,4 +1,4 @@
-"""The conversation of a request: every turn is looked at, and becomes what the chat template takes."""
+"""This module checks the conversation of a request turn by turn, and converts it for the chat template."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.refusal import FIX, INVALID, Refusal, has_whole_characters, need
 
 MAX_IMAGES = 16
-MAX_PIXELS_OF_ALL = 256_000_000  # of a request's images, decoded: 768 MB
+MAX_PIXELS_OF_ALL = 256_000_000  # of all images of a request; decoded, they take 768 MB
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a turn that reach the chat template; others are refused.
+# Fields of a turn that reach the chat template. Other fields are refused.
 TURN = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 PARAM = "messages"
 
 
 def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
-    """Returns the turns as the chat template takes them, with images in the place of their addresses.
+    """Returns the turns as the chat template takes them, with the images themselves instead of their addresses.
 
     Raises:
-        Refusal: If one is not as OpenAI has it, or has what this server or this target does not do.
+        Refusal: If a turn does not have OpenAI's form, or asks for something that this server or target does not
+            support.
     """
     is_list = isinstance(messages, list) and bool(messages)
     need(is_list, PARAM, "messages, a list of turns", messages)
@@ -39,7 +40,7 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
         turn = without_nulls(message)
         role = turn.get("role")
         need(role in ROLES, PARAM, f"role of each turn among {', '.join(ROLES)}", role)
-        # What a developer says is what OpenAI's older models are told by the system.
+        # For OpenAI's older models, the role `system` has the meaning that `developer` has now.
         if role == "developer" and not pair.takes_developer:
             turn["role"] = "system"
         turn = _known(turn)
@@ -70,7 +71,8 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
 
 
 def _known(turn: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a turn, of which clients send back empty ones that they were sent."""
+    """Returns the fields of a turn that are known. Clients may send unknown fields of earlier answers if they are
+    empty."""
     for name, value in turn.items():
         is_known = name in TURN or value in ([], "")
         what = f"turns of {', '.join(TURN)}"
@@ -82,7 +84,7 @@ def _known(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_reasoning(turn: dict[str, Any]) -> None:
-    """Gives the thoughts of a turn both names that templates know them by."""
+    """Stores the thoughts of a turn under both names that templates use for them."""
     thoughts = [turn[name] for name in ("reasoning", "reasoning_content") if name in turn]
     for thought in thoughts:
         check_text(thought, PARAM, "reasoning of a turn", may_be_empty=True)
@@ -98,7 +100,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _num_pixels(part: dict[str, Any]) -> int:
-    """How many pixels a part has that was read; none of a text."""
+    """Returns how many pixels a part has that was read; 0 for a text."""
     if part["type"] == "text":
         return 0
     width, height = part["image"].size
@@ -106,7 +108,8 @@ def _num_pixels(part: dict[str, Any]) -> int:
 
 
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns turns that [`read_messages`] has taken, as they were sent, without the images among their parts."""
+    """Returns turns that [`read_messages`] has accepted, as they were sent, but without the images among their
+    parts."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")
@@ -117,14 +120,14 @@ def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(parts: list[dict[str, Any]], pair: Pair) -> Any:
-    """The parts, or for a template that takes texts only their text, one per line."""
+    """Returns the parts. For a template that takes only texts, returns their text, one part per line."""
     if pair.takes_parts:
         return parts
     return joined_texts(parts)
 
 
 def _part(part: Any, pair: Pair) -> dict[str, Any]:
-    """A part of a message, its image read."""
+    """Returns a part of a message, with its image read."""
     is_known = isinstance(part, dict) and part.get("type") in ("text", "image_url")
     need(is_known, PARAM, "parts of type text or image_url", part)
     if part["type"] == "text":
@@ -140,7 +143,7 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
     code = ""
     if isinstance(url, str):
         kind, _, code = url.partition(",")
-    # Neither files nor addresses: which ones the server may read is not for clients to say.
+    # Neither files nor addresses are accepted, because clients must not decide which of them the server reads.
     is_data = re.fullmatch(r"data:[\w/+.-]*;base64", kind) is not None
     what = "each image as data:image/...;base64,..."
     need(is_data, PARAM, what, url, "send what is in it")
@@ -160,7 +163,7 @@ def _part(part: Any, pair: Pair) -> dict[str, Any]:
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
-    """The calls of a turn, with arguments that are an object, as templates take them."""
+    """Returns the calls of a turn with their arguments as an object, as templates take them."""
     need(isinstance(calls, list), PARAM, "tool_calls as a list", calls)
     read: list[dict[str, Any]] = []
     for call in calls:
@@ -171,12 +174,12 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         if arguments is None:
             arguments = {}
         elif isinstance(arguments, str):
-            # Some clients send those of a call without arguments as an empty text.
+            # For a call without arguments, some clients send an empty text as its arguments.
             arguments = _read_json(arguments.strip() or "{}")
         is_object = isinstance(arguments, dict)
         what = "arguments of each of tool_calls as an object in JSON"
         need(is_object, PARAM, what, function.get("arguments"))
-        # The body around a text of JSON has halves of characters as escapes.
+        # The arguments are JSON within JSON, so they may contain halves of characters as escapes.
         what = "arguments of each of tool_calls of whole characters"
         need(has_whole_characters(arguments), PARAM, what, function.get("arguments"))
         read.append({**call, "function": {**function, "arguments": arguments}})
@@ -184,7 +187,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _read_json(text: str) -> Any:
-    """What a text says in JSON; None where it is none."""
+    """Returns the value that a text in JSON has; None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -192,7 +195,7 @@ def _read_json(text: str) -> Any:
 
 
 def check_text(text: Any, param: str, what: str, may_be_empty: bool = False) -> None:
-    """Raises a `Refusal` unless it is a text."""
+    """Raises a `Refusal` unless `text` is a text."""
     is_text = isinstance(text, str) and (bool(text) or may_be_empty)
     need(is_text, param, f"a text as {what}", text, FIX)
 
@@ -203,5 +206,5 @@ def has_name(function: Any) -> bool:
 
 
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields as if what is null had been left out."""
+    """Returns the fields without those that are null."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -1,4 +1,5 @@
-"""Counters of the server for Prometheus, by vLLM's names and meanings, so that its dashboards read them."""
+"""This module counts for Prometheus. Names and meanings are vLLM's, so that vLLM's dashboards can read the
+counters."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from starlette.responses import Response
 from dflash_hf.serve.engine import Counts
 
 NAMES = ("model_name", "engine")
-# Seconds.
+# Limits of the buckets, in seconds.
 FIRST_TOKEN = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class Metrics:
-    """What is counted.
+    """The counters of a server.
 
     Args:
-        model (`str`): What clients call the model.
+        model (`str`): The name of the model for clients.
     """
 
     def __init__(self, model: str) -> None:
@@ -74,7 +75,7 @@ class Metrics:
 
 
 class Tracked:
-    """One answer as it is counted: it waits, then it runs, then it has ended."""
+    """The state of one answer in the counters: it waits, then it runs, then it has ended."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
@@ -84,9 +85,9 @@ class Tracked:
         self.state.inc()
 
     def begin(self) -> None:
-        """Counts the first token; later ones change nothing, and neither do those behind the end."""
+        """Counts the first token. Later tokens and tokens after the end change nothing."""
         is_first = self.state is self.metrics.waiting
-        # The engine may have a token on its way when a client goes away.
+        # A token may still come from the engine after a client has disconnected.
         if is_first and not self.has_ended:
             self.state.dec()
             self.state = self.metrics.running
@@ -94,7 +95,7 @@ class Tracked:
             self.metrics.first_token.observe(time.perf_counter() - self.since)
 
     def end(self, reason: str, num_prompt_tokens: int, num_tokens: int, counts: Counts) -> None:
-        """Counts an answer that has come to its end, unless it counts as aborted."""
+        """Counts an answer that has ended, unless it has already been counted as aborted."""
         if self.has_ended:
             return
         metrics = self.metrics
@@ -112,7 +113,7 @@ class Tracked:
             metrics.accepted_at.labels(*metrics.labels, str(position)).inc(number)
 
     def abort(self) -> None:
-        """Counts an answer that nobody waits for any more, unless it has ended."""
+        """Counts an answer as aborted because nobody waits for it any more, unless it has ended."""
         if not self.has_ended:
             self._leave("abort")
 

@@ -1,4 +1,4 @@
-"""OpenAI's two penalties on what an answer has said already."""
+"""This module contains OpenAI's two penalties on tokens that an answer already contains."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers import LogitsProcessor
 
 
 class SaidPenalty(LogitsProcessor):
-    """Lowers the scores of tokens that an answer has said; the prompt does not count.
+    """Lowers the scores of tokens that are already in the answer. Tokens of the prompt do not count.
 
     Args:
-        frequency (`float`): Taken off for each time that a token was said.
-        presence (`float`): Taken off once if it was.
+        frequency (`float`): Subtracted once for each time that the token is in the answer.
+        presence (`float`): Subtracted once if the token is in the answer.
         num_columns (`int`): Columns of the prompt.
     """
 
@@ -26,7 +26,7 @@ class SaidPenalty(LogitsProcessor):
         self.num_columns = num_columns
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> torch.FloatTensor:
-        """Returns the lowered scores `[B, V]`; `input_ids` are the tokens so far `[B, T]`."""
+        """Returns the lowered scores `[B, V]`. `input_ids` `[B, T]` are the tokens so far."""
         said = input_ids[:, self.num_columns :]
         counts = torch.zeros_like(scores)
         counts.scatter_add_(1, said, torch.ones_like(said, dtype=scores.dtype))

@@ -1,4 +1,4 @@
-"""How a request is refused: a sentence, and what OpenAI's error object has beside it."""
+"""This module says how a request is refused: by a sentence in OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INVALID = "invalid_value"
 
 
 class Refusal(ValueError):
-    """A request that is not answered.
+    """Raised for a request that is not answered.
 
     Args:
-        sentence (`str`): What was expected, what came, and what to do.
-        status (`int`): Status of the response.
+        sentence (`str`): Says what was expected, what came, and what to do.
+        status (`int`): HTTP status of the response.
         code (`str`, *optional*): OpenAI's word for the reason.
         param (`str`, *optional*): The field that is wrong.
     """
@@ -37,7 +37,7 @@ class Refusal(ValueError):
 def need(
     good: bool, param: str, what: str, got: object, action: str = FIX, code: str = INVALID
 ) -> None:
-    """Raises a [`Refusal`] with status 400 unless a field is good; the sentence is that of `require`."""
+    """Raises a [`Refusal`] with status 400 unless `good` is true. The sentence is that of `require`."""
     try:
         require(good, what, got, action)
     except ValueError as error:
@@ -45,9 +45,9 @@ def need(
 
 
 def has_whole_characters(value: Any) -> bool:
-    """Returns whether a value of JSON has whole characters alone, and is not too deep to be written again.
+    """Returns whether a value from JSON has only whole characters, and is not too deeply nested to be written again.
 
-    No tokenizer reads half a character, as `\\ud83d` alone is.
+    No tokenizer reads half a character, such as a single `\\ud83d`.
     """
     try:
         json.dumps(value, ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""What is sent back, in OpenAI's form: whole answers, chunks of a stream, usage, log-probabilities."""
+"""This module writes replies in OpenAI's form: whole answers, chunks of a stream, usage and log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 @dataclass(kw_only=True)
 class Choice:
-    """One of a request's answers: what has come of it, and how it ended.
+    """One of the answers to a request, with its pieces so far and the reason of its end.
 
     Args:
-        index (`int`): Which one.
-        answer (`Answer`): Reads its tokens.
+        index (`int`): Number of the answer.
+        answer (`Answer`): Reads the tokens of the answer.
     """
 
     index: int
@@ -38,7 +38,10 @@ class Choice:
     num_calls: int = 0
 
     def end(self, is_cut: bool) -> list[Piece]:
-        """Ends it; returns its last pieces. A call that the limit has cut is text by now, and the reason `length`."""
+        """Ends the answer and returns its last pieces.
+
+        If the limit has cut a call, the call is text, and the `finish_reason` is `length`.
+        """
         pieces = self.answer.end()
         self.finish_reason = "stop"
         if is_cut and not self.answer.is_stopped:
@@ -53,14 +56,15 @@ class Choice:
 
 
 class Reply:
-    """The form of one request's answers.
+    """Writes the answers to one request.
 
     Args:
         name (`str`): Id of the request.
-        model (`str`): What clients call the model.
-        is_chat (`bool`): Whether it is a chat, else a plain completion.
-        tokenizer: What decodes single tokens.
-        num_top (`int`): How many log-probabilities are told at each place; -1 for none at all.
+        model (`str`): The name of the model for clients.
+        is_chat (`bool`): Whether the request is a chat. Otherwise, it is a plain completion.
+        tokenizer: The tokenizer that decodes single tokens.
+        num_top (`int`): How many of the most likely tokens are reported at each place, with their log-probabilities;
+            -1 for no log-probabilities.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class Reply:
         self.head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
-        """Returns the answers in one piece."""
+        """Returns all answers as one object."""
         kind = "text_completion"
         told = [self._text(choice) for choice in choices]
         if self.is_chat:
@@ -116,7 +120,7 @@ class Reply:
     # ---- chunks of a stream
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
-        """Returns the chunk that begins an answer; plain completions have none."""
+        """Returns the chunk that begins an answer; None for a plain completion."""
         if not self.is_chat:
             return None
         return self._chunk(choice, {"role": "assistant", "content": ""})
@@ -136,7 +140,7 @@ class Reply:
         return chunk
 
     def usage_chunk(self, choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
-        """Returns the chunk behind all answers that has their usage."""
+        """Returns the chunk with the usage, which follows after all answers."""
         return {**self._chunk_head(), "choices": [], "usage": usage(choices, num_prompt_tokens)}
 
     def _chunk(self, choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
@@ -191,11 +195,11 @@ class Reply:
         }
 
     def _top(self, logprob: TokenLogprob) -> list[tuple[int, float]]:
-        """Returns the likeliest tokens at a place with their log-probabilities."""
+        """Returns the most likely tokens at a place with their log-probabilities."""
         return [(token_id, value) for token_id, value in logprob.top if self._is_token(token_id)]
 
     def _is_token(self, token_id: int) -> bool:
-        """Returns False for an id that the tokenizer does not have: a head may have more rows, as Qwen3's."""
+        """Returns False for an id that the tokenizer does not have. A head may have more rows, as in Qwen3."""
         token: Any = self.tokenizer.convert_ids_to_tokens(token_id)
         return token is not None
 
@@ -209,9 +213,9 @@ def _call(piece: Piece) -> dict[str, Any]:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> list[int] | None:
-    """Returns the bytes of a token; None where the tokenizer does not tell those of a part of a character."""
+    """Returns the bytes of a token; None if it is a part of a character and the tokenizer does not give its bytes."""
     text = str(tokenizer.decode([token_id], skip_special_tokens=False))
-    # Some tokenizers leave a part of a character out.
+    # Some tokenizers decode a part of a character to an empty text.
     is_whole = bool(text) and BROKEN not in text
     if is_whole:
         return list(text.encode())
@@ -224,9 +228,9 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int) -> list[int] 
 
 
 def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
-    """Returns the tokens of a request, how many were kept, and how many of the draft's proposals became some."""
+    """Returns the token counts of a request, with the kept tokens of the prompt and the used proposals."""
     num_tokens = sum(len(choice.answer.ids) for choice in choices)
-    # Choices behind the first one find the prompt that the first one has left.
+    # Later choices reuse the prompt of the first choice, so the smallest count is the one before the request.
     num_kept = min(choice.counts.num_kept_tokens for choice in choices)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -241,5 +245,5 @@ def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
 
 
 def event(content: dict[str, Any]) -> str:
-    """Returns an event of a stream, in ASCII: some clients end lines at U+2028 too, which a text may have."""
+    """Returns an event of a stream, in ASCII: some clients would end a line at U+2028, which a text may contain."""
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"

@@ -1,4 +1,4 @@
-"""What clients may ask: every field is looked at before anything runs, and what is wrong or not done is refused."""
+"""This module reads requests. It checks every field before anything runs, and refuses wrong or unsupported fields."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dflash_hf.serve.refusal import FIX, Refusal, has_whole_characters, need
 from dflash_hf.target_model.parts import find_target
 
 MAX_BODY = 64 * 2**20  # bytes
-MAX_CHARACTERS = 4_000_000  # of all texts: a tokenizer reads them before anyone else is answered
+MAX_CHARACTERS = 4_000_000  # of all texts: nothing else is answered while a tokenizer reads them
 MAX_TOOLS = 262_144  # letters of all tools: templates write them token by token
 MAX_STOPS = 16
 MAX_CHOICES = 16
@@ -41,7 +41,7 @@ MAX_LOGIT_BYTES = 2**31  # of the scores that are kept for log-probabilities
 MAX_TOKENS = 2**31 - 1
 MAX_SEED = 2**32 - 1
 
-# Field -> lowest and highest number, and whether it is a whole one.
+# Field -> lowest and highest number, and whether it must be a whole number.
 NUMBERS = {
     "max_tokens": (1, MAX_TOKENS, True),
     "max_completion_tokens": (1, MAX_TOKENS, True),
@@ -67,11 +67,11 @@ CHAT = COMMON | {
     "chat_template_kwargs",
 }
 COMPLETION = (COMMON | {"prompt"}) - {"max_completion_tokens"}
-LOWEST_TEMPERATURE = 0.01  # but for 0: scores are divided by it
-# Names that no option of a request's chat template has. It may have tools: they are written into the prompt, and no
-# calls of them are looked for.
+LOWEST_TEMPERATURE = 0.01  # apart from 0: scores are divided by the temperature
+# Options of the chat template that a request must not set. A request may set `tools` there: the template writes them
+# into the prompt, but the server does not look for their calls.
 RESERVED_OPTIONS = (*NO_OPTIONS, "documents")
-# Fields that are not done -> the values at which nothing needs to be done.
+# Fields that are not supported -> the values that ask for nothing.
 NOT_DONE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -85,7 +85,7 @@ NOT_DONE: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-# Fields on which no text depends. The last one is vLLM's: who sends it does without.
+# Fields that change no text. The last one is vLLM's. Its clients can do without the token ids.
 WITHOUT_EFFECT = frozenset(
     (
         "user",
@@ -105,14 +105,15 @@ class Asked:
     """A request that can be answered.
 
     Args:
-        is_chat (`bool`): Whether it is a chat, else a plain completion.
+        is_chat (`bool`): Whether the request is a chat. Otherwise, it is a plain completion.
         inputs (`dict[str, torch.Tensor]`): The prompt, one row, on the target's device.
-        sampling (`list[Sampling]`): Of each choice.
-        is_streamed (`bool`): Whether the answer comes in pieces.
+        sampling (`list[Sampling]`): One entry for each choice.
+        is_streamed (`bool`): Whether the answer is sent in pieces.
         has_usage (`bool`): Whether a stream ends with its usage.
         tools (`list`): Tools that the target may call.
-        has_parallel_calls (`bool`): Whether an answer may call more than one.
-        num_top (`int`): How many log-probabilities are told at each place; -1 for none at all.
+        has_parallel_calls (`bool`): Whether an answer may contain more than one call.
+        num_top (`int`): How many of the most likely tokens are reported at each place, with their log-probabilities;
+            -1 for no log-probabilities.
     """
 
     is_chat: bool
@@ -131,15 +132,15 @@ class Asked:
 
 
 def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
-    """Returns what a body asks, the prompt encoded and images read.
+    """Reads the body of a request, encodes its prompt and reads its images.
 
     Args:
         data (`bytes`): The body.
-        is_chat (`bool`): Whether it came to `/v1/chat/completions`, else to `/v1/completions`.
-        pair (`Pair`): Who is asked.
+        is_chat (`bool`): Whether it came to `/v1/chat/completions`. Otherwise, it came to `/v1/completions`.
+        pair (`Pair`): The pair that answers.
 
     Raises:
-        Refusal: If it cannot be answered; with status 404, if another model is asked for.
+        Refusal: If the request cannot be answered. The status is 404 if it asks for another model.
     """
     body = read_object(data)
     fields = COMPLETION
@@ -165,7 +166,8 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         _check_length(body["prompt"], body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
     if pair.processor is pair.tokenizer:
-        # Some tokenizers make token types too: a running batch takes none, and a target would add them to the tokens.
+        # Some tokenizers also make token types. A running batch refuses them, and a target would add them to the
+        # tokens.
         inputs = {name: value for name, value in inputs.items() if name in TEXT_INPUTS}
     _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, has_parallel_calls, pair)
@@ -200,7 +202,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
 
 
 def read_object(data: bytes) -> dict[str, Any]:
-    """Returns the fields of a body, those that are null left out; raises `Refusal` if it is no JSON object."""
+    """Returns the fields of a body that are not null. Raises `Refusal` if the body is not a JSON object."""
     sentence = f"expected JSON of whole characters as the body, got {shown(data[:80])}; {FIX}"
     try:
         body: Any = json.loads(data)
@@ -214,7 +216,7 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def _check_fields(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> None:
-    """Refuses another model, fields that are not done, and unknown ones."""
+    """Refuses another model, unsupported fields and unknown fields."""
     model = body.get("model", pair.name)
     if model != pair.name:
         sentence = f"expected {pair.name!r} as model, got {shown(model)}; {FIX}"
@@ -225,7 +227,7 @@ def _check_fields(body: dict[str, Any], fields: frozenset[str], pair: Pair) -> N
         what = "fields that this server has"
         need(name in NOT_DONE, name, what, name, "leave it out", "unknown_parameter")
         values = NOT_DONE[name]
-        # By their texts: True is equal to 1.
+        # The comparison is by JSON text, because True is equal to 1.
         is_neutral = json.dumps(value) in map(json.dumps, values)
         what = f"no {name}"
         if values:
@@ -253,7 +255,7 @@ def _check_numbers(body: dict[str, Any]) -> None:
 
 
 def _check_length(texts: Any, body: dict[str, Any], is_chat: bool, pair: Pair) -> None:
-    """Refuses texts that a tokenizer would read for long, and those that cannot fit into the context."""
+    """Refuses texts that a tokenizer would read for a long time, and texts that cannot fit into the context."""
     length = _num_letters(texts)
     length += len(str(body.get("chat_template_kwargs", "")))
     what = f"at most {MAX_CHARACTERS} characters of text"
@@ -266,16 +268,17 @@ def _check_length(texts: Any, body: dict[str, Any], is_chat: bool, pair: Pair) -
 
 
 def _prompt_param(is_chat: bool) -> str:
-    """The field that has the prompt."""
+    """Returns the name of the field that contains the prompt."""
     if is_chat:
         return "messages"
     return "prompt"
 
 
 def _num_letters(value: Any) -> int:
-    """How many letters the texts in a value have, names of fields included: templates write those of arguments."""
+    """Counts the letters of all texts in a value. Names of fields count too, because templates write those of
+    arguments."""
     num_letters = 0
-    # Not by recursion: a value may be as deep as JSON can be.
+    # Recursion is avoided, because a value may be nested as deeply as JSON can be.
     left = [value]
     while left:
         part = left.pop()
@@ -289,7 +292,7 @@ def _num_letters(value: Any) -> int:
 
 
 def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
-    """The tools that may be called: none under `tool_choice` none."""
+    """Returns the tools that the target may call; none if `tool_choice` is `none`."""
     tools = body.get("tools", [])
     _check_tools(tools, "tools")
     are_named = all(isinstance(tool, dict) and has_name(tool.get("function")) for tool in tools)
@@ -306,7 +309,7 @@ def _tools(body: dict[str, Any], pair: Pair) -> list[Any]:
 
 
 def _check_tools(tools: Any, param: str) -> None:
-    """Refuses what is no list, and a list that a tokenizer would read for long."""
+    """Refuses a value that is not a list, and a list that a tokenizer would read for a long time."""
     need(isinstance(tools, list), param, "tools as a list", tools)
     length = len(json.dumps(tools))
     what = f"tools of at most {MAX_TOOLS} letters"
@@ -316,7 +319,7 @@ def _check_tools(tools: Any, param: str) -> None:
 def _form(
     body: dict[str, Any], tools: list[Any], has_parallel_calls: bool, pair: Pair
 ) -> Form | None:
-    """The form that the answer must have, if any."""
+    """Returns the form that the answer must have, if any."""
     form = response_form(body, tools, has_parallel_calls, pair)
     calls = tool_form(body.get("tool_choice", "auto"), tools, has_parallel_calls, pair)
     is_one = form is None or calls is None
@@ -357,7 +360,7 @@ def _encoded_chat(
         raise
     except ValueError as error:
         raise Refusal(one_line(error), 400, "invalid_value", "messages") from error
-    # A template that refuses a role, or what a tool looks like
+    # The template may refuse a role or the form of a tool.
     except Exception as error:
         got = f"{type(error).__name__}: {one_line(error)}"
         sentence = f"expected a conversation that the chat template takes, got {got}; change it"
@@ -366,11 +369,11 @@ def _encoded_chat(
 
 
 def _check_tokens(inputs: dict[str, Tensor], is_chat: bool, pair: Pair) -> None:
-    """Refuses a prompt that has tokens without an embedding: on a GPU their look-up ends the process."""
+    """Refuses a prompt with tokens that have no embedding. On a GPU, looking up such a token would end the process."""
     size = find_target(pair.target).vocab_size
     ids = inputs["input_ids"]
     is_unknown = ids >= size
-    # What stands for an image is replaced before the look-up.
+    # The target replaces the tokens that stand for an image before the look-up.
     if "pixel_values" in inputs:
         is_unknown &= ids != getattr(pair.target.config, "image_token_id", -1)
     unknown = ids[is_unknown].tolist()
@@ -380,7 +383,7 @@ def _check_tokens(inputs: dict[str, Tensor], is_chat: bool, pair: Pair) -> None:
 
 
 def _limit(body: dict[str, Any], inputs: dict[str, Tensor], is_chat: bool, pair: Pair) -> int:
-    """The most tokens of an answer, if the prompt leaves room for it."""
+    """Returns the maximum number of tokens of the answer. Refuses a prompt that leaves no room for the answer."""
     num_tokens = int(inputs["input_ids"].shape[1])
     room = pair.max_length - num_tokens
     asked = body.get("max_completion_tokens", body.get("max_tokens", 0))
@@ -406,7 +409,8 @@ def _sampling(
     num_top: int,
     num_columns: int,
 ) -> list[Sampling]:
-    """How the tokens of each choice are chosen; choice i of a seed has the seed plus i."""
+    """Returns how the tokens of each choice are chosen. If the request has a seed, choice `i` gets the seed plus
+    `i`."""
     options: dict[str, Any] = {}
     temperature: Any = body.get("temperature")
     if body.get("do_sample"):
@@ -454,7 +458,7 @@ def _sampling(
 
 
 def _with_form(sampling: Sampling, form: Form | None, num_columns: int, behind: str) -> Sampling:
-    """The same for an answer that must have a form."""
+    """Returns the same sampling for an answer that must have a form."""
     if form is None:
         return sampling
     processors = (*sampling.processors, form.processor(num_columns, behind))
@@ -472,7 +476,7 @@ def _stops(stops: Any) -> tuple[str, ...]:
 
 
 def _biases(biases: Any, vocab_size: int) -> dict[tuple[int, ...], float]:
-    """Token id -> what is added to its score."""
+    """Returns a map from token ids to the numbers that are added to their scores."""
     param = "logit_bias"
     need(isinstance(biases, dict), param, "logit_bias as an object", biases)
     for token, bias in biases.items():
@@ -484,7 +488,10 @@ def _biases(biases: Any, vocab_size: int) -> dict[tuple[int, ...], float]:
 
 
 def _num_top(body: dict[str, Any], is_chat: bool) -> int:
-    """How many log-probabilities are told at each place: OpenAI's two endpoints say it differently."""
+    """Returns how many top log-probabilities are reported at each place; -1 for none.
+
+    OpenAI's two endpoints use different fields for this number.
+    """
     wanted = body.get("logprobs", False)
     if not is_chat:
         if wanted is False:
@@ -503,7 +510,7 @@ def _num_top(body: dict[str, Any], is_chat: bool) -> int:
 
 
 def _has_usage(options: Any, is_streamed: bool) -> bool:
-    """Whether a stream ends with its usage."""
+    """Returns whether a stream ends with its usage."""
     param = "stream_options"
     if options is None:
         return False
@@ -520,5 +527,5 @@ def _has_usage(options: Any, is_streamed: bool) -> bool:
 
 
 def _mentions(template: str, name: str) -> bool:
-    """Whether a chat template has a word in it."""
+    """Returns whether a chat template contains a word."""
     return name in re.findall(r"\w+", template)

@@ -1,9 +1,11 @@
-"""The engine of a pair: jobs are rows of one running batch, and join and leave between two steps.
+"""This module is the engine of a pair. Jobs are rows of one running batch, and join and leave between two steps.
 
-Everything happens in one thread, turn by turn ([`BatchEngine.turn`]): jobs join, all rows make a step, rows leave. A
-job that the batch refuses is answered alone by `generate` once the rows before it have ended. Jobs behind it wait
-until then, so that all begin in the order in which they came. One that the batch refuses only when it reads the prompt
-begins behind all that the batch has taken in by then.
+Everything happens in one thread, in turns ([`BatchEngine.turn`]): jobs join, all rows make one step, and rows leave.
+    If
+the batch refuses a job, `generate` answers this job alone after the rows before it have ended. The jobs behind it wait
+until then, so that all jobs begin in the order in which they came. Only a job that the batch refuses while it reads
+the
+prompt begins later: it begins after all jobs that the batch has taken in by then.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ ROWS_ON_CPU = 8
 
 
 def rows_for(target: PreTrainedModel) -> int:
-    """Returns how many jobs are decoded together if nothing is asked for.
+    """Returns how many jobs are decoded together by default.
 
-    One on a GPU: there `generate` captures its steps, and rows that join and leave are decoded eagerly.
+    On a GPU this is one job: by default, `generate` captures its steps there, but a running batch decodes eagerly.
     """
     if target.device.type == "cuda":
         return 1
@@ -42,36 +44,36 @@ def rows_for(target: PreTrainedModel) -> int:
 
 
 def no_room_beside(error: Exception | None) -> Refusal:
-    """Returns what the client is told of an answer that other answers have left no memory for."""
+    """Returns the refusal of an answer for which other answers have left no memory."""
     what = "memory for this answer beside the others"
     return Refusal(f"expected {what}, got less ({one_line(error)}); ask again later", 503)
 
 
 class BatchedJob:
-    """A job in the batch.
+    """One job in the batch.
 
     Args:
         job (`Job`): The job.
-        tokenizer: What decodes, to find its stop texts.
+        tokenizer: The tokenizer that decodes the tokens, to find stop texts.
     """
 
     def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
         self.job = job
         self.search = StopSearch(tokenizer, job.sampling.hidden, job.sampling.stops)
         self.started = time.perf_counter()
-        self.stats = RequestStats()  # the batch's own, once it is in the batch
+        self.stats = RequestStats()  # replaced by the batch's statistics once the job has joined
         self.ids: list[int] = []
-        self.committed: list[int] = []  # tokens of each verify
+        self.committed: list[int] = []  # tokens committed by each verify
         self.has_ended = False
-        self.is_cut = False  # whether the limit has ended it
-        self.is_refused = False  # whether the batch could not begin with it
-        self.error: Exception | None = None  # what else has ended it, if anything has
+        self.is_cut = False  # whether the limit has ended the answer
+        self.is_refused = False  # whether the batch could not begin with the job
+        self.error: Exception | None = None  # any other error that has ended the job
 
     def take(self, new: NewTokens) -> None:
-        """Takes what a step has brought, up to a token that completes a stop text."""
+        """Takes the tokens of a step, up to the token that completes a stop text."""
         try:
             self._take(new)
-        # The next tokens would follow a gap.
+        # The job ends, because tokens of this step may be lost, and the next tokens would follow a gap.
         except Exception as error:
             self.has_ended = True
             self.error = error
@@ -92,7 +94,7 @@ class BatchedJob:
             self.search.add(token_id)
             if self.search.is_stopped:
                 break
-        # The first token is the prefill's.
+        # The first token comes from the prefill, and not from a verify.
         if not is_first:
             self.committed.append(len(taken))
         self.has_ended = self.search.is_stopped or new.finished is not None
@@ -100,7 +102,7 @@ class BatchedJob:
         self.job.receive(Tokens(ids=taken))
 
     def done(self) -> Done:
-        """Returns how the job ended: whether it was cut, what each verify committed, and its log-probabilities."""
+        """Returns the end of the job: whether the limit cut it, the counts of its verifies, and log-probabilities."""
         num_verifies = len(self.committed)
         counts = Counts(
             committed=tuple(self.committed),
@@ -117,9 +119,9 @@ class BatchEngine:
 
     Args:
         target, draft, tokenizer: The pair.
-        note (callable): Gets a line about each job.
-        max_rows (`int`): Jobs that are decoded together, at most. With 1 each is answered by `generate`.
-        max_kept_bytes (`int`): Size of the keys and values that are kept of the last texts, at most.
+        note (callable): Gets a line of text about each job.
+        max_rows (`int`): Maximum number of jobs that are decoded together. With 1, `generate` answers each job.
+        max_kept_bytes (`int`): Maximum size of the keys and values that are kept from the last texts.
     """
 
     def __init__(
@@ -141,10 +143,10 @@ class BatchEngine:
         self.stopping = threading.Event()
         self.one_by_one = Alone(target, draft, tokenizer, note, self.stopping)
         self.thread = InferenceThread()
-        # Only the thread touches these.
-        self.rows: dict[int, BatchedJob] = {}  # by the batch's ids, those included that wait in it
-        self.alone: deque[Job] = deque()  # refused by the batch
-        self.waiting: deque[Job] = deque()  # behind those
+        # Only the thread uses the following attributes.
+        self.rows: dict[int, BatchedJob] = {}  # by the batch's ids, also for jobs that wait in it
+        self.alone: deque[Job] = deque()  # jobs that `generate` will answer
+        self.waiting: deque[Job] = deque()  # jobs behind them
         self.has_turn = False  # whether a turn is queued
 
     def submit(self, job: Job) -> None:
@@ -156,7 +158,7 @@ class BatchEngine:
         return self.thread.submit(function, *args).result()
 
     def stop(self) -> None:
-        """Ends all rows behind the step that runs, and all jobs that wait."""
+        """Ends all rows after the running step, and all jobs that wait."""
         self.stopping.set()
 
     def _take(self, job: Job) -> None:
@@ -166,9 +168,9 @@ class BatchEngine:
             self.turn()
 
     def turn(self) -> None:
-        """Does what there is to do until the next job may come in; queues the next turn behind jobs that have come.
+        """Makes one turn, and queues the next turn behind the jobs that have come in the meantime.
 
-        An error that no job is known to have raised ends all of them, and the next job finds an empty batch.
+        An error that cannot be traced to one job ends all jobs, and the next job finds an empty batch.
         """
         try:
             self._work()
@@ -179,7 +181,7 @@ class BatchEngine:
             self.thread.submit(self.turn)
 
     def _work(self) -> None:
-        """Takes jobs in, runs one step, and lets go of what has ended."""
+        """Takes jobs in, runs one step, and removes the jobs that have ended."""
         self._drop_unwanted()
         while self.waiting and not self.alone:
             self._join(self.waiting.popleft())
@@ -190,12 +192,12 @@ class BatchEngine:
         self._drop_unwanted()
 
     def _join(self, job: Job) -> None:
-        """Adds a job to the batch, or to those that are answered alone."""
+        """Adds a job to the batch, or to the jobs that are answered alone."""
         if self.max_rows == 1:
             self.alone.append(job)
             return
         sampling = job.sampling
-        # Beside the tokens there may be images; a single prompt has no padding.
+        # The inputs may contain images. The mask is not needed, because a single prompt has no padding.
         inputs: dict[str, Any] = dict(job.inputs)
         ids = inputs.pop("input_ids")
         inputs.pop("attention_mask", None)
@@ -204,7 +206,8 @@ class BatchEngine:
             options["logits_processor"] = list(sampling.processors)
         seed = sampling.seed
         if seed is None:
-            seed = torch.seed()  # not what the seed of a job before makes of it
+            # Otherwise, the random numbers would follow from the seed of an earlier job.
+            seed = torch.seed()
         row = BatchedJob(job, self.tokenizer)
         try:
             id = self.batch.add(
@@ -217,7 +220,7 @@ class BatchEngine:
                 **options,
             )
         except ValueError as error:
-            # `generate` answers it, or says what is wrong with it.
+            # `generate` answers this job, or says what is wrong with it.
             self.note(f"{job.name}: alone, {one_line(error)}")
             self.alone.append(job)
         except Exception as error:
@@ -227,7 +230,7 @@ class BatchEngine:
             self.rows[id] = row
 
     def _step(self) -> None:
-        """Runs a step over the rows, and lets go of those that have ended."""
+        """Runs a step over the rows, and removes the rows that have ended."""
         is_shared = len(self.rows) > 1
         try:
             self.batch.step()
@@ -241,15 +244,15 @@ class BatchEngine:
                 del self.rows[id]
             elif row.has_ended:
                 has_no_room = isinstance(row.error, OutOfRoomError)
-                # By itself the answer may have room later on. Without other rows it is too long for this machine.
+                # Later, without other rows, there may be room. With no other rows now, the answer is simply too long.
                 if has_no_room and is_shared:
                     row.error = no_room_beside(row.error)
                 self._leave(id, row.error or row.done())
-        # They came before all that wait to be answered alone.
+        # These jobs came before all jobs that wait to be answered alone.
         self.alone.extendleft(reversed(refused))
 
     def _end_lost(self, error: Exception) -> None:
-        """Ends the rows that an error has taken out of the batch."""
+        """Ends the rows that an error has removed from the batch."""
         left = self.batch.ids
         for id, row in list(self.rows.items()):
             if id not in left and not row.has_ended:
@@ -266,7 +269,7 @@ class BatchEngine:
             tell_end(job, error, 0, 0.0, self.note)
 
     def _drop_unwanted(self) -> None:
-        """Ends rows and jobs of which nobody wants more."""
+        """Ends the rows and jobs that nobody waits for."""
         for id, row in list(self.rows.items()):
             ended = self._unwanted(row.job)
             if ended is not None:
@@ -286,7 +289,7 @@ class BatchEngine:
         return None
 
     def _leave(self, id: int, end: Done | Exception) -> None:
-        """Lets go of a row, and tells its job the end."""
+        """Removes a row from the batch, and reports the end to its job."""
         self.batch.cancel(id)
         row = self.rows.pop(id)
         tell_end(row.job, end, len(row.ids), time.perf_counter() - row.started, self.note)
