@@ -1,1 +1,2 @@
-"""A target with its draft: loaded together, answering prompts, compared with the target alone."""
+"""This package loads a target with its draft, answers prompts with both, and compares the answers with the
+target's."""

@@ -1,8 +1,11 @@
-"""Where two answers of one target differ, and whether rounding explains it: the one definition for all that compare.
+"""This module finds where two answers of one target differ, and whether rounding explains the difference.
 
-A verify is a wider forward than plain decoding's and rounds in another order. Where two tokens are nearly as good,
-either may come out best. That is a tie if the worse of them lies no further below the best token, in a computation
-more exact than the target's own, than the target's rounding reaches.
+All comparisons of the package use this definition. A verify is a wider forward than a step of plain decoding, and
+rounds
+in another order. If two tokens are nearly as good, either of them may get the best score. This is a tie if a more
+exact
+computation than the target's own finds the worse token at most as far below the best one as the target's rounding
+reaches.
 """
 
 from __future__ import annotations
@@ -25,26 +28,27 @@ from dflash_hf.generation.sampling import NoiseKey, gumbel_noise, new_seed
 logger: Any = logging.get_logger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
-# The widest margin of a tie, in `eps * size` of the target's dtype. In half precision only what is stored between
-# operations rounds, in single and double precision the sums do too. docs/numerics.md has the errors measured.
+# The widest margin of a tie, in `eps * size` of the target's dtype. In half precision, only values that are stored
+# between operations are rounded. In single and double precision, sums are rounded too. docs/numerics.md has the errors
+# that were measured.
 HALF_TIE = 2.0
 FULL_TIE = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What two answers have in common."""
+    """The result of comparing two answers."""
 
-    sentence: str  # all of the following in words; tokens count from 1 there
-    # Index, from 0, of the first token that differs; `None` if the answers are identical
+    sentence: str  # the whole result in words; here tokens count from 1
+    # Index, from 0, of the first token that differs. `None` if the answers are identical.
     token: int | None = None
-    # How far the worse of the two tokens lies below the best of all there, in logits (as logits processors leave them;
-    # where the answers are sampled with their noise). `None` where one answer ends and the other goes on, or one of
-    # the tokens was ruled out.
+    # How far the worse of the two tokens lies below the best token of the vocabulary. The scores are logits after the
+    # logits processors. For sampled answers, the noise is added to them. The margin is `None` if one answer ends where
+    # the other goes on, or if one of the tokens was ruled out.
     margin: float | None = None
     tolerance: float | None = None  # the widest margin that is a tie
     measured_in: str | None = None  # dtype in which the margin was computed
-    # Whether rounding explains the difference; `None` where that cannot be said
+    # Whether rounding explains the difference. `None` if that cannot be said.
     is_tie: bool | None = None
 
     @property
@@ -54,18 +58,18 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether the answers are the same as far as the target's dtype can tell: identical, or parted at a tie."""
+        """Whether the answers are the same as far as the target's dtype can tell: identical, or different at a tie."""
         return self.identical or self.is_tie is True
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Returns the difference as plain values, for JSON; `None` if there is none."""
+        """Returns the comparison as plain values, for JSON; `None` if the answers are identical."""
         if self.identical:
             return None
         return asdict(self)
 
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
-    """Returns the index at which two answers first differ, `None` if nowhere; one that ends earlier differs there."""
+    """Returns the first index at which two answers differ, or one of them has ended; `None` if they are identical."""
     pairs = enumerate(itertools.zip_longest(first, second))
     return next((index for index, (a, b) in pairs if a != b), None)
 
@@ -80,21 +84,26 @@ def agreement(
     seed: int | None = None,
     **settings: Any,
 ) -> Agreement:
-    """Compares two answers to a prompt and, only if they differ, finds out by how little.
+    """Compares two answers to a prompt. If they differ, measures by how much.
 
-    The scores at the first difference are those of plain `generate` going on from the prompt and what both answers
-    begin with: images, positions and logits processors are what they are in decoding.
+    The scores at the first difference come from plain `generate`, which continues the prompt and the tokens that both
+    answers begin with. So images, positions and logits processors are the same as in decoding.
 
     Args:
-        target (`PreTrainedModel`): What wrote both answers.
+        target (`PreTrainedModel`): The model that wrote both answers.
         inputs (`dict[str, torch.Tensor]`): The prompt as the target took it, one row: `input_ids` and
-            `attention_mask` `[1, S]`, and what belongs to its images.
-        plain, drafted (sequence of `int`): Tokens of the answers, end tokens included and padding not.
-        reference (`PreTrainedModel`, *optional*): From [`reference_for`], for a caller with many answers; by default
-            made when it is needed, and dropped.
-        seed (`int`, *optional*): What was given to `torch.manual_seed` before each of two sampled answers, both with
-            a draft, one of them at block size 1, each alone in its batch.
-        settings: Of the `generate` calls, for sampling and logits processors; lengths do not matter.
+            `attention_mask` `[1, S]`, and the inputs of its images.
+        plain, drafted (sequence of `int`): Tokens of the answers, including end tokens but no padding.
+        reference (`PreTrainedModel`, *optional*): The model from [`reference_for`]. Pass it if you compare many
+            answers.
+            By default it is made when it is needed, and dropped afterwards.
+        seed (`int`, *optional*): The seed that was given to `torch.manual_seed` before each of two sampled answers.
+            Both
+            answers were decoded with a draft, one of them with block size 1, and each alone in its batch.
+        settings: Arguments of the `generate` calls, for sampling and logits processors. Lengths do not matter.
+
+    Raises:
+        ValueError: If `inputs` has several rows, or the answers are sampled and differ and there is no `seed`.
     """
     index = first_difference(plain, drafted)
     if index is None:
@@ -152,10 +161,11 @@ def agreement(
 
 
 def reference_for(target: PreTrainedModel) -> PreTrainedModel:
-    """Returns what margins are measured with: a float32 copy of a target in half precision, else the target itself.
+    """Returns the model that measures margins: a float32 copy of a target in half precision, else the target itself.
 
-    The copy is made on the target's device, unless it would take more than half of the memory that is free there, or
-    the weights are no plain tensors of one device. The log then says why, and margins are the target's own.
+    The copy is made on the target's device. There is no copy if it would take more than half of the free memory there,
+    or
+    if the weights are not plain tensors on one device. Then the log says why, and the target itself measures margins.
     """
     if target.dtype not in HALF:
         return target
@@ -165,7 +175,7 @@ def reference_for(target: PreTrainedModel) -> PreTrainedModel:
             f"Margins are measured in {_name(target.dtype)}: {reason}, so there is no float32 copy."
         )
         return target
-    # Given to `deepcopy` as copied already, so that it makes no second model in half precision on the way.
+    # `deepcopy` takes these tensors as already copied. So it makes no second model in half precision on the way.
     copies: dict[int, Any] = {id(buffer): _widened(buffer) for buffer in target.buffers()}
     for weight in target.parameters():
         copies[id(weight)] = nn.Parameter(_widened(weight.detach()), requires_grad=False)
@@ -179,7 +189,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _no_copy(target: PreTrainedModel) -> str | None:
-    """Says why a target gets no float32 copy, if it does not."""
+    """Returns the reason why a target gets no float32 copy; `None` if it gets one."""
     parts = Inventory.of(target)
     devices = execution_devices(parts)
     if is_offloaded(target) or len(devices) > 1:
@@ -205,10 +215,12 @@ def _scores(
     seed: int | None,
     settings: dict[str, Any],
 ) -> tuple[Tensor, float]:
-    """Returns what the token behind a begun answer is chosen by, `[V]` in float64, and how large logits are there.
+    """Returns the scores `[V]` (float64) that choose the token after `begun`, and the size of the logits there.
 
-    Their size is the larger of the best logit and its distance from the median, as scores are scaled: rounding of what
-    is stored follows the one, errors of the hidden state the other. A target may have its best logits near 0.
+    The size is the larger of two numbers: the best logit, and its distance from the median. It is scaled as the scores
+    are. Rounding of stored values grows with the first number, and errors of the hidden states grow with the second.
+    The
+    first number alone is not enough, because a target may have its best logits near 0.
     """
     model: Any = reference
     ids = inputs["input_ids"]

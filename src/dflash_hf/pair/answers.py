@@ -1,4 +1,4 @@
-"""Answering prompts with and without a draft, and comparing the two: tokens, forwards, acceptance, seconds."""
+"""This module answers prompts with and without a draft, and compares tokens, forwards, acceptance and seconds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.agreement import Agreement, agreement
 
 Processor = PreTrainedTokenizerBase | ProcessorMixin
-TEXT_INPUTS = ("input_ids", "attention_mask")  # of a target of text
+TEXT_INPUTS = ("input_ids", "attention_mask")  # the inputs of a target that takes only text
 PROBE = "one text of a turn"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One prompt answered with the draft."""
+    """The answer to one prompt, decoded with the draft."""
 
     text: str  # the answer, special tokens removed
     num_tokens: int
@@ -44,25 +44,25 @@ class Answer:
     ids: list[int] = field(repr=False)
     inputs: dict[str, Tensor] = field(repr=False)  # the prompt, as `generate` took it
     seed: int  # torch's seed before the call
-    # What `generate` looks for stop strings with, if the target's `generation_config` has some
+    # `generate` needs the tokenizer if the target's `generation_config` has stop strings.
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the statistics, and of the fields all that are plain values, for JSON."""
+        """Returns the statistics and the fields with plain values, for JSON."""
         told = {name: getattr(self, name) for name in ("text", "num_tokens", "seconds")}
         return {**self.stats.to_dict(), **told, "images": list(self.images)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Answer):
-    """One prompt answered twice."""
+    """Two answers to one prompt, with and without the draft."""
 
-    kind: str  # what sort of prompt it was; groups rows of a report
+    kind: str  # kind of the prompt; reports group rows by it
     agreement: Agreement
-    # Wall time of the `generate` call without the draft, prefill included. Of a sampled answer it is
-    # `undrafted_seconds`: plain `generate` draws another text.
+    # Wall time of the `generate` call without the draft, prefill included. For a sampled answer this is
+    # `undrafted_seconds`, because plain `generate` draws another text.
     plain_seconds: float
-    # The same of this package's own loop, which verifies one token at a step and runs no draft
+    # Wall time of this package's own loop, which verifies one token per step and runs no draft.
     undrafted_seconds: float
     is_sampled: bool
 
@@ -74,7 +74,7 @@ class Comparison(Answer):
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON.
 
-        `difference` is null where the answers are identical. `plain_seconds` and `ratio` are null where they are
+        `difference` is null if the answers are identical. `plain_seconds` and `ratio` are null if the answers are
         sampled.
         """
         plain: dict[str, float | None] = {
@@ -95,7 +95,7 @@ class Comparison(Answer):
 
 
 def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
-    """Returns a processor's tokenizer; a tokenizer is its own."""
+    """Returns the tokenizer of a processor. A tokenizer is returned as it is."""
     if isinstance(processor, PreTrainedTokenizerBase):
         return processor
     either: Any = processor
@@ -103,7 +103,8 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def rendered(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what the chat template writes of messages; nothing where it refuses them, or there is no template."""
+    """Returns the text of messages in the chat template; empty if the template refuses them or there is no
+    template."""
     either = cast(Any, processor)
     try:
         return str(either.apply_chat_template(messages, tokenize=False))
@@ -125,7 +126,7 @@ def encode_prompt(
     template: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Turns a text or a conversation into model inputs of one row; see [`encode_prompts`]."""
+    """Turns a text or a conversation into model inputs of one row. See [`encode_prompts`]."""
     return encode_prompts(processor, [prompt], device, template=template, **options)
 
 
@@ -138,18 +139,20 @@ def encode_prompts(
     template: bool = True,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Turns texts or conversations into model inputs, left-padded where there are several.
+    """Turns texts or conversations into model inputs, with left padding if there are several.
 
-    A conversation, and a text where there is a chat template, goes through `apply_chat_template`, with `options`;
-    under `template=False` neither does, and a conversation is its messages' texts, one per line.
+    A conversation goes through `apply_chat_template`, with `options`. So does a text if there is a chat template. With
+    `template=False`, nothing goes through the template. A conversation is then the texts of its messages, one per
+    line.
 
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[B, S]`, on `device`, and of a processor all
-        that it makes of the images.
+        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, both `[B, S]`, on `device`. With a processor, also
+        all its other outputs, for example those of the images.
 
     Raises:
-        ValueError: If there are images and no processor, or no template that says where they go; if an image cannot be
-            read, or the template refuses the conversation.
+        ValueError: If there are images, but no processor or no template; if an image cannot be read; or if the
+            template
+            refuses the conversation.
     """
     tokenizer = tokenizer_of(processor)
     either = cast(Any, processor)
@@ -190,7 +193,7 @@ def encode_prompts(
                 return_dict=True,
                 **options,
             )
-        # Pillow's: not an image, or one that is cut off or broken
+        # Pillow raises these for a file that is not an image, and for one that is cut off or broken.
         except (OSError, SyntaxError) as error:
             raise ValueError(
                 f"expected images that can be read, got {', '.join(names)}, of which one cannot ({one_line(error)}); "
@@ -198,7 +201,7 @@ def encode_prompts(
             ) from error
         except (ValueError, ImportError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # of a template that is broken, or refuses a role or an option
+        except Exception as error:  # the template is broken, or refuses a role or an option
             raise ValueError(
                 f"expected a conversation that the chat template takes, got {type(error).__name__}: "
                 f"{one_line(error)}; change what it names (a system prompt, an option of the template), or leave the "
@@ -220,7 +223,10 @@ def answer(
     encoding: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Answer:
-    """Answers one prompt with the draft; `encoding` are options of [`encode_prompts`], `settings` of `generate`."""
+    """Answers one prompt with the draft.
+
+    `encoding` are options of [`encode_prompts`], and `settings` are arguments of `generate`.
+    """
     inputs = encode_prompt(processor, prompt, target.device, **(encoding or {}))
     tokenizer = tokenizer_of(processor)
     settings = {"tokenizer": tokenizer, **settings}
@@ -242,7 +248,7 @@ def answer(
 
 
 def check_comparable(draft: DFlashDraftModel, settings: Mapping[str, Any]) -> None:
-    """Raises `ValueError` when sampling with `proposal="sample"`, which keeps the distribution and not the tokens."""
+    """Raises `ValueError` for sampling with `proposal="sample"`, which keeps the distribution but not the tokens."""
     if settings.get("do_sample") and draft.generation_config.proposal == "sample":
         raise ValueError(
             "expected proposal 'shared_noise' or 'argmax' to compare sampled texts, got 'sample', which keeps the "
@@ -258,12 +264,13 @@ def compare_with_plain(
     kind: str = "prompt",
     **settings: Any,
 ) -> Comparison:
-    """Answers a prompt again, without the draft, under the same settings of `generate`, and compares.
+    """Answers a prompt again without the draft, with the same settings of `generate`, and compares the answers.
 
-    It is answered by plain `generate`, and by this package's own loop without a draft, of which only the time counts:
-    what lies between the two is no merit of the draft. Sampled answers are compared with the second, which is plain
-    sampling with the same keyed noise: Transformers' own sampler draws its noise in another order. See
-    [`check_comparable`].
+    The prompt is answered by plain `generate`, and by this package's own loop without a draft. Only the time of the
+    second counts: a difference between the two is not a gain of the draft. Sampled answers are compared with the
+    second
+    one, which is plain sampling with the same keyed noise. They cannot be compared with plain `generate`, because
+    Transformers' own sampler draws its noise in another order. See [`check_comparable`].
     """
     check_comparable(draft, settings)
     inputs = answered.inputs
@@ -286,8 +293,8 @@ def compare_with_plain(
 
 
 def without_draft(draft: DFlashDraftModel) -> AbstractContextManager[None]:
-    """Lets calls with a draft decode without it, one token at a step, until the block is left."""
-    # A block of one still proposes a token where the anchor's slot does.
+    """Makes calls with a draft decode without it, one token per step, until the block is left."""
+    # A block of one token still proposes a token if the anchor's slot proposes.
     return changed(
         draft.generation_config,
         block_size=1,
@@ -298,7 +305,7 @@ def without_draft(draft: DFlashDraftModel) -> AbstractContextManager[None]:
 
 
 def _timed(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> tuple[list[int], float]:
-    """Returns what a call of `generate` adds to its one row, and the seconds it took."""
+    """Returns the tokens that a call of `generate` adds to its only row, and the seconds that the call took."""
     start = time.perf_counter()
     out = model.generate(**inputs, **options)
     synchronize(out.device)
@@ -307,14 +314,14 @@ def _timed(model: Any, inputs: Mapping[str, Tensor], **options: Any) -> tuple[li
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until an accelerator has nothing left to do."""
+    """Waits until an accelerator has finished all its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @contextmanager
 def changed(config: Any, **values: Any) -> Generator[None]:
-    """Sets fields of a config, and puts them back."""
+    """Sets fields of a config, and restores them at the end of the block."""
     before = {name: getattr(config, name) for name in values}
     try:
         for name, value in values.items():
@@ -328,7 +335,7 @@ def changed(config: Any, **values: Any) -> Generator[None]:
 def warm_up(
     target: PreTrainedModel, draft: DFlashDraftModel, processor: Processor, prompt: Prompt
 ) -> None:
-    """Answers a prompt with a few tokens, both ways: the first calls pay for loading code."""
+    """Answers a prompt with a few tokens, with and without the draft, because the first calls also load code."""
     settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     compare_with_plain(
         target, draft, answer(target, draft, processor, prompt, **settings), **settings
@@ -336,7 +343,10 @@ def warm_up(
 
 
 def pool(rows: Sequence[Comparison]) -> dict[str, Any]:
-    """Sums up comparisons: identical or not, ties, tokens, forwards, acceptance, seconds; `ValueError` if none."""
+    """Sums up comparisons: identical or not, ties, tokens, forwards, acceptance and seconds.
+
+    Raises `ValueError` if there are no comparisons.
+    """
     if not rows:
         raise ValueError("expected at least one comparison, got none; answer a prompt first")
     verifies = sum(row.stats.num_verifies for row in rows)

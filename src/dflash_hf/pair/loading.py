@@ -1,6 +1,6 @@
-"""Loading a target with its draft and its tokenizer or processor, for the command line and the benchmark.
+"""This module loads a target, its draft and its tokenizer or processor, for the command line and the benchmark.
 
-torch and Transformers are imported when something is loaded: `--help` and a wrong option are answered without.
+torch and Transformers are imported only when something is loaded, so that `--help` and wrong options need neither.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 Loaded = TypeVar("Loaded")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
-# Of x86 and of ARM
+# The names of the CPU features on x86 and on ARM.
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-# What Transformers reads of a folder beside the weights
+# The JSON files of a folder that Transformers reads.
 JSON_FILES = (
     "config.json",
     "generation_config.json",
@@ -40,7 +40,7 @@ JSON_FILES = (
     "model.safetensors.index.json",
 )
 CONFIG_FILES = ("config.json",)
-# A tokenizer needs one of them, beside code of its own perhaps.
+# A tokenizer needs one of these files, and perhaps code of its own.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -53,7 +53,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_place(option: str, place: str) -> None:
-    """Raises `ValueError` for a path that is not there; a Hub id has at most one slash and is looked up later."""
+    """Raises `ValueError` for a path that does not exist. A Hub id has at most one slash and is looked up later."""
     looks_local = place.startswith((".", "~", "/")) or place.count("/") > 1
     if looks_local and not Path(place).exists():
         raise ValueError(
@@ -62,7 +62,7 @@ def check_place(option: str, place: str) -> None:
 
 
 def _check_device(device: str) -> None:
-    """Raises `ValueError` if it is neither a way of Transformers' to spread a model nor a device that is here."""
+    """Raises `ValueError` unless `device` is one of Transformers' device maps or a device of this machine."""
     if device in DEVICE_MAPS:
         return
     import torch
@@ -98,15 +98,16 @@ def takes_images(config: PreTrainedConfig) -> bool:
 def config_of_target(target: str) -> PreTrainedConfig:
     """Reads a target's config.
 
-    Raises `ValueError` if it is that of a draft, in whatever format, or of a model that Transformers does not know or
-    that is neither a causal language model nor one of images and text.
+    Raises `ValueError` if the config belongs to a draft (in any format), if Transformers does not know the model, or
+    if
+    the model is neither a causal language model nor an image-text-to-text model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     from dflash_hf.checkpoints.formats import is_draft
 
     def read() -> PreTrainedConfig:
-        # As it stands in the file: Transformers refuses a config without a model_type, as drafts of speculators have.
+        # The file is read as it stands, because Transformers refuses a config without a model_type, as in speculators.
         written, _ = PreTrainedConfig.get_config_dict(target)
         if is_draft(written):
             raise ValueError(
@@ -116,7 +117,7 @@ def config_of_target(target: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(target)
 
     config = loaded("a config", target, read)
-    # Of a model with code of its own Transformers says what it needs.
+    # If a model has its own code, Transformers says what it needs.
     has_code = hasattr(config, "auto_map")
     is_loadable = type(config) in AutoModelForCausalLM._model_mapping or takes_images(config)
     if not is_loadable and not has_code:
@@ -128,7 +129,7 @@ def config_of_target(target: str) -> PreTrainedConfig:
 
 
 def _check_model_type(target: str, written: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if a config names a model that Transformers does not know, and no code of its own."""
+    """Raises `ValueError` if Transformers does not know the model of a config and the config names no code."""
     import transformers
 
     if "model_type" not in written or "auto_map" in written:
@@ -143,7 +144,7 @@ def _check_model_type(target: str, written: Mapping[str, Any]) -> None:
 
 
 def load_processor(target: str) -> Processor:
-    """Loads what encodes a target's prompts, a processor or a tokenizer, and no weights."""
+    """Loads the processor or the tokenizer of a target, without any weights."""
     from transformers import AutoProcessor, AutoTokenizer
 
     if takes_images(config_of_target(target)):
@@ -152,11 +153,13 @@ def load_processor(target: str) -> Processor:
 
 
 def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]:
-    """Checks the small files of a target before gigabytes are read: its config, and what encodes its prompts.
+    """Checks the small files of a target before gigabytes are read: its config, and its processor or tokenizer.
 
     Returns:
-        `tuple`: The auto class that loads the target, and its processor or tokenizer. Raises what [`load_target`]
-        raises.
+        `tuple`: The auto class that loads the target, and the target's processor or tokenizer.
+
+    Raises:
+        ValueError: For the reasons of [`load_target`].
     """
     check_place("--target", target)
     require(dtype in DTYPES, f"one of {', '.join(DTYPES)} as --dtype", dtype, "choose one of them")
@@ -175,7 +178,7 @@ def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]
     if takes_images(config_of_target(target)):
         check_pillow()
         model_class = AutoModelForImageTextToText
-    # Transformers goes on without a file of these settings that it cannot read.
+    # Transformers would continue without a file of these settings if it cannot read the file.
     settings = find_file(target, GENERATION_CONFIG_NAME, {})
     if settings is not None:
         read_json(settings)
@@ -183,7 +186,7 @@ def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]
     tokenizer = processor
     if not isinstance(processor, PreTrainedTokenizerBase):
         tokenizer = processor.tokenizer
-    # What Transformers makes where there are no files of one knows no text.
+    # Without tokenizer files, Transformers makes a tokenizer with an empty vocabulary.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"expected a tokenizer in {target}, got none with a vocabulary; copy the tokenizer's files there"
@@ -194,18 +197,21 @@ def checked_files(target: str, dtype: str, device: str) -> tuple[Any, Processor]
 def load_target(
     target: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, Processor]:
-    """Loads a target and what encodes its prompts from a folder or a Hub id.
+    """Loads a target, and its processor or tokenizer, from a folder or a Hub id.
 
-    Where the target's config is of an image-text-to-text model that is loaded with its processor, else the causal
-    language model with its tokenizer.
+    If the config belongs to an image-text-to-text model, this model is loaded with its processor. Otherwise, the
+    causal
+    language model is loaded with its tokenizer.
 
     Args:
-        target (`str`): Where it is.
-        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
-        device (`str`): A device map for Transformers; `"auto"` takes an accelerator where there is one.
+        target (`str`): Folder or Hub id.
+        dtype (`str`): Name of a torch dtype, or `"auto"` for the dtype in which the target was saved.
+        device (`str`): A device map for Transformers. `"auto"` takes an accelerator if there is one.
 
-    Raises `ValueError` if it is not there, is a draft, does not load, has no tokenizer, or lacks weights, if there is
-    no such dtype or device, or no Pillow for a target that takes images.
+    Raises:
+        ValueError: If the target does not exist, is a draft, does not load, has no tokenizer or lacks weights; if
+            there
+            is no such dtype or device; or if Pillow is missing for a target that takes images.
     """
     import torch
 
@@ -223,18 +229,20 @@ def load_target(
 
 
 def load_weights(model_class: Any, place: str, **options: Any) -> PreTrainedModel:
-    """Loads a model by an auto class, with options of its `from_pretrained`; `loaded` says what damaged files become.
+    """Loads a model by an auto class, with options of its `from_pretrained`. See [`loaded`] for damaged files.
 
-    Raises `ValueError` if weights or kept buffers are in no file: Transformers would go on with fresh ones. Of a
-    quantised model only names that end in `.weight` are looked at: experts in one tensor and biases are not.
+    Raises `ValueError` if weights or stored buffers are in no file, because Transformers would continue with new
+    values
+    for them. For a quantised model, only names that end in `.weight` are checked. Biases and experts that share one
+    tensor are not.
     """
 
     def read() -> PreTrainedModel:
         model, report = model_class.from_pretrained(place, output_loading_info=True, **options)
-        # Weights that are tied to others, or that the model's class can do without, are not in the report.
+        # The report leaves out tied weights, and weights that the model's class can do without.
         missing = sorted(report["missing_keys"])
         if getattr(model, "hf_quantizer", None) is not None:
-            # Some libraries make zero points and scales themselves, and files need not hold them.
+            # Some libraries make zero points and scales themselves, so the files need not contain them.
             missing = [name for name in missing if name.endswith(".weight")]
         if missing:
             raise ValueError(
@@ -247,9 +255,9 @@ def load_weights(model_class: Any, place: str, **options: Any) -> PreTrainedMode
 
 
 def has_bfloat16_instructions() -> bool:
-    """Returns True if the CPU multiplies in bfloat16 by instructions of its own, by the names that Linux has for them.
+    """Returns True if the CPU has instructions for bfloat16. The features have the names that Linux uses.
 
-    False where the system does not say, as on macOS and Windows.
+    Returns False if the system does not list the features, as on macOS and Windows.
     """
     info = Path("/proc/cpuinfo")
     if not info.is_file():
@@ -259,9 +267,9 @@ def has_bfloat16_instructions() -> bool:
 
 
 def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
-    """Loads something; what libraries raise for damaged files becomes a `ValueError` that names the file.
+    """Loads something. If files are damaged, turns the errors of libraries into a `ValueError` that names the file.
 
-    Sentences of Transformers' stay as they are where no file of a folder is at fault.
+    Errors of Transformers stay as they are if no file of a folder is at fault.
     """
     import torch
 
@@ -272,14 +280,14 @@ def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
     except Exception as error:
         folder = Path(place)
         damaged = _damaged_file(folder)
-        # What is no JSON or no UTF-8 is a `ValueError` of Python's, which names no file.
+        # For a file that is not JSON or not UTF-8, Python raises a `ValueError` that names no file.
         is_pythons = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
         is_sentence = isinstance(error, ValueError) and not is_pythons
         is_of_hub = isinstance(error, OSError) and not folder.is_dir()
-        # Transformers' own have no number, and those of the system say what it lacks.
+        # Errors of Transformers have no number. Errors of the system have one, and say what is missing.
         numbers = (None, errno.ENOENT)
         is_of_system = isinstance(error, OSError) and error.errno not in numbers
-        # No file's fault either; newer than the oldest torch, and missing in builds without processes.
+        # The next two are not the fault of a file. Old torch and builds without `distributed` do not have them.
         is_of_device = isinstance(error, getattr(torch, "AcceleratorError", ()))
         is_of_ranks = isinstance(error, getattr(torch.distributed, "DistError", ()))
         if is_ours(error) or is_of_hub or is_of_system or is_of_device or is_of_ranks:
@@ -294,7 +302,7 @@ def loaded(what: str, place: str, load: Callable[[], Loaded]) -> Loaded:
 
 
 def _damaged_file(folder: Path) -> str:
-    """Returns which file of a model's folder is damaged, and how; an empty text where none is."""
+    """Returns which file of a model's folder is damaged, and how; an empty text if none is."""
     from safetensors import SafetensorError, safe_open
 
     if not folder.is_dir():
@@ -316,7 +324,7 @@ def _damaged_file(folder: Path) -> str:
 
 
 def _missing_file(folder: Path, what: str) -> str:
-    """Returns which file of a model's folder is missing; an empty text where none is, or no folder."""
+    """Returns which file of a model's folder is missing; an empty text if none is missing or there is no folder."""
     found = {"a config": CONFIG_FILES, "a tokenizer": TOKENIZER_FILES}.get(what, ())
     if not folder.is_dir() or not found or any((folder / name).is_file() for name in found):
         return ""
@@ -326,16 +334,17 @@ def _missing_file(folder: Path, what: str) -> str:
 def load_pair(
     target: str, draft: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, DFlashDraftModel, Processor]:
-    """Loads a target, its draft in the target's dtype onto its first device, and what encodes its prompts.
+    """Loads a target, its draft and its processor or tokenizer.
 
-    See [`load_target`], also for what it raises.
+    The draft gets the target's dtype, and is loaded onto the target's first device. [`load_target`] describes the
+    arguments and the errors.
     """
     check_place("--draft", draft)
     model, processor = load_target(target, dtype, device)
     from dflash_hf.devices import execution_device
     from dflash_hf.modeling_dflash import DFlashDraftModel
 
-    # A map of "auto" would lay it on every GPU, and its buffers are on one.
+    # A device map of "auto" would spread the draft over all GPUs, but its buffers are on one.
     place = {"": execution_device(model)}
     assistant = loaded(
         "a draft",

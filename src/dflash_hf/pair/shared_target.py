@@ -1,4 +1,4 @@
-"""Targets that several processes hold together, each with a share of every layer (tensor parallelism)."""
+"""This module loads targets that several processes share, each with a part of every layer (tensor parallelism)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from dflash_hf.pair.loading import checked_files, config_of_target, load_weights
 
 
 class _Groups(DistributedConfig):
-    """Several groups of processes, each of which holds a whole target.
+    """The config of several groups of processes, each of which holds a whole target.
 
-    Transformers takes the groups for replicas and would wrap their weights in FSDP too, which adds up the gradients of
-    replicas. A target is frozen and has none.
+    Transformers takes the groups for replicas. It would also wrap their weights in FSDP, which adds up the gradients
+    of
+    replicas. That is not needed, because a target is frozen and has no gradients.
     """
 
     @property
@@ -31,19 +32,20 @@ class _Groups(DistributedConfig):
 def load_shared_target(
     target: str, dtype: str, num_ranks: int
 ) -> tuple[PreTrainedModel, Processor]:
-    """Loads this process's share of a target, on its own device, and what encodes the target's prompts.
+    """Loads this process's part of a target onto its own device, with the processor or tokenizer of the target.
 
-    All processes that were launched call it, `num_ranks` or a multiple of it. Those that follow one another are a
-    group, which holds the target together.
+    All processes that were launched must call this function. Their number is `num_ranks` or a multiple of it. Every
+    `num_ranks` consecutive processes are a group that holds the target together.
 
     Args:
         target (`str`): The target's folder or Hub id.
-        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
-        num_ranks (`int`): The number of processes of a group.
+        dtype (`str`): Name of a torch dtype, or `"auto"` for the dtype in which the target was saved.
+        num_ranks (`int`): Number of processes of a group.
 
     Raises:
-        ValueError: If the target's sizes are no multiples of `num_ranks`, Transformers is too old for several groups,
-            or one of the reasons of [`load_target`].
+        ValueError: If the target's sizes are no multiples of `num_ranks`, if Transformers is too old for several
+            groups,
+            or for one of the reasons of [`load_target`].
     """
     model_class, processor = checked_files(target, dtype, "auto")
     check_sizes(config_of_target(target), num_ranks)
@@ -63,10 +65,10 @@ def load_shared_target(
 
 
 def check_sizes(config: PreTrainedConfig, num_ranks: int) -> None:
-    """Refuses a target whose heads or vocabulary cannot be divided among so many processes.
+    """Refuses a target whose heads or vocabulary cannot be divided among `num_ranks` processes.
 
     Raises:
-        ValueError: With the number that cannot be divided.
+        ValueError: If a number is not divisible. The message names this number.
     """
     text: Any = config.get_text_config(decoder=True)
     numbers = [("tokens in the vocabulary", text.vocab_size)]

@@ -1,7 +1,7 @@
-"""A target's embedding and head without its layers: all of the target that training needs where a server runs it.
+"""This module loads a target's embedding and head without its layers, for training with a server that runs the target.
 
-The other weights stay on the meta device: they have shapes, and no memory. Only the files with the weights that are
-needed are read, and fetched from the Hub.
+The other weights stay on the meta device, where they have shapes but take no memory. Only the files with the weights
+that are needed are read, and only these are downloaded from the Hub.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from dflash_hf.pair.loading import DEVICE_MAPS, checked_files, config_of_target
 def load_vocabulary(
     target: str, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, Processor]:
-    """Loads a target whose embedding and head can be used, and nothing else of it, with what encodes its prompts.
+    """Loads a target of which only the embedding and the head can be used, with its processor or tokenizer.
 
     Args:
         target (`str`): Folder or Hub id.
-        dtype (`str`): A torch dtype's name, or `"auto"` for the one in which the target was saved.
-        device (`str`): Where embedding and head are put; `"auto"` takes an accelerator where there is one.
+        dtype (`str`): Name of a torch dtype, or `"auto"` for the dtype in which the target was saved.
+        device (`str`): Device of the embedding and the head. `"auto"` takes an accelerator if there is one.
 
     Raises:
-        ValueError: As [`load_target`], or if the target's files do not hold the weights under the names that its class
-            gives them.
+        ValueError: For the reasons of [`load_target`], or if the target's files do not contain the weights under the
+            names that the target's class uses.
     """
     model_class, processor = checked_files(target, dtype, device)
     options: dict[str, Any] = {}
     if dtype != "auto":
         options["dtype"] = getattr(torch, dtype)
-    # Buffers are computed, not stored
+    # Buffers are computed and not stored, so they must not be on the meta device.
     with init_empty_weights(include_buffers=False):
         model = model_class.from_config(config_of_target(target), **options)
-    with suppress(OSError):  # it has none: the class' own stays
+    with suppress(OSError):  # without such a file, the default of the class stays
         model.generation_config = GenerationConfig.from_pretrained(target)
     place = torch.device(device) if device not in DEVICE_MAPS else accelerator()
     _fill_vocabulary(model, target, place or torch.device("cpu"))
@@ -56,11 +56,11 @@ def load_vocabulary(
 
 
 def _fill_vocabulary(model: PreTrainedModel, target: str, place: torch.device) -> None:
-    """Reads the weights of the embedding and the head."""
+    """Reads the weights of the embedding and the head into the model."""
     embedding, head = vocabulary_of(model)
     names = {module: name for name, module in model.named_modules()}
     files = _stored_names(target)
-    # As Transformers ties them: the config of the whole model counts, and that of its text part may say another thing
+    # Transformers ties by the config of the whole model. The config of the text part may say something else.
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False))
     parts = [embedding] if is_tied else [embedding, head]
     for part in parts:
@@ -77,7 +77,7 @@ def _fill_vocabulary(model: PreTrainedModel, target: str, place: torch.device) -
 
 
 def _stored_names(target: str) -> dict[str, str]:
-    """Names of a target's stored weights, and the file of each."""
+    """Returns a map from the names of a target's stored weights to their files."""
     whole = find_file(target, SAFE_WEIGHTS_NAME, {})
     if whole is not None:
         with _opened(target, SAFE_WEIGHTS_NAME) as file:
@@ -87,7 +87,7 @@ def _stored_names(target: str) -> dict[str, str]:
         raise ValueError(
             f"expected safetensors weights in {target}, got none; convert the checkpoint"
         )
-    # Larger than an index of a draft may be, so that `read_json` would refuse it.
+    # This index may be larger than that of a draft, so `read_json` could refuse it.
     content = read_object(index, "download it again")
     files: Any = content.get("weight_map")
     has_names = isinstance(files, dict) and all(isinstance(file, str) for file in files.values())
@@ -96,7 +96,7 @@ def _stored_names(target: str) -> dict[str, str]:
 
 
 def _stored_name(name: str, files: dict[str, str], target: str) -> str:
-    """The name under which a weight is stored: its own, or the only one with the same end."""
+    """Returns the name under which a weight is stored: its own name, or the only name with the same last two parts."""
     if name in files:
         return name
     end = ".".join(name.split(".")[-2:])
@@ -108,7 +108,7 @@ def _stored_name(name: str, files: dict[str, str], target: str) -> str:
 
 @contextmanager
 def _opened(target: str, file: str) -> Generator[Any]:
-    """Opens one of a target's files of weights, which are read to the CPU."""
+    """Opens one of a target's weight files. Its tensors are read to the CPU."""
     path = find_file(target, file, {})
     try:
         with safe_open(path or Path(file), framework="pt") as opened:
