@@ -1,1 +1,1 @@
-"""The checkpoint formats: read, written, told apart by what a config says."""
+"""This package reads and writes the checkpoint formats. It recognises a format by the content of its config."""

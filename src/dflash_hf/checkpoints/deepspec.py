@@ -1,8 +1,9 @@
-"""The format of DeepSpec's drafts: plain DFlash (`markov_rank` 0), and DSpark with its vanilla Markov head.
+"""This module defines the format of DeepSpec's drafts: plain DFlash (`markov_rank` 0) and DSpark.
 
-A flat Qwen3 config. Conventions: the anchor's slot proposes too, so a block of `B` gives `B` tokens; every layer is
-full and never causal inside the block; tap -1 is the embedding output; embedding and head are the draft's own (frozen
-copies of the target's), the embedding's rows raw. A confidence head is left out: it proposes no token.
+The config is a flat Qwen3 config. The anchor's slot proposes too, so a block of `B` slots gives `B` tokens. Every
+layer has full attention and is never causal inside the block. Tap -1 is the embedding output. The draft has its own
+embedding and head, which are frozen copies of the target's. It uses the rows of the embedding without scaling. The
+Markov head is the vanilla one. A confidence head is left out, because it proposes no token.
 Source: DeepSpec `deepspec/modeling/dspark/qwen3/{config,modeling}.py`.
 """
 
@@ -55,7 +56,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "rope_parameters": config.rope_parameters,
-        "num_anchors": 512,  # of its training; its class asks for the key
+        "num_anchors": 512,  # for training; DeepSpec's class requires the key
         "markov_rank": config.markov_rank or 0,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
@@ -75,8 +76,8 @@ DEEPSPEC = CheckpointFormat(
     write_rest=_write_rest,
     ignored=COMMON_IGNORED - {"model_type"}
     | CONFIDENCE_KEYS
-    | {"num_anchors"}  # of training
-    | {"max_window_layers", "sliding_window", "use_sliding_window"},  # of layers that do not slide
+    | {"num_anchors"}  # for training
+    | {"max_window_layers", "sliding_window", "use_sliding_window"},  # there are no sliding layers
     renamed=MARKOV_WEIGHTS,
     dropped=CONFIDENCE_WEIGHTS,
     has_vocabulary=True,

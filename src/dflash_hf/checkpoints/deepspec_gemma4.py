@@ -1,8 +1,9 @@
-"""The format of DeepSpec's drafts for Gemma 4: plain DFlash, and DSpark with its vanilla Markov head (`markov_rank`).
+"""This module defines the format of DeepSpec's drafts for Gemma 4: plain DFlash (`markov_rank` 0) and DSpark.
 
-A flat Gemma 4 text config, of which the draft has the full layers: `global_head_dim` is the size of its heads, and
-where `attention_k_eq_v` holds, the key projection makes the values too, of `num_global_key_value_heads` heads.
-The embedding's rows are multiplied by the root of the hidden size. All else is as in [`deepspec`].
+The config is a flat Gemma 4 text config. The draft has layers like the target's full-attention layers. The size of
+their heads is `global_head_dim`. If `attention_k_eq_v` is true, the key projection also makes the values, and there
+are `num_global_key_value_heads` heads of them. The rows of the embedding are multiplied by the square root of the
+hidden size. Everything else is as in [`deepspec`].
 Source: DeepSpec `deepspec/modeling/dspark/gemma4/{config,modeling}.py`.
 """
 
@@ -56,7 +57,7 @@ KEYS = (
     Key("head_dim", REQUIRED, ("global_head_dim",)),
     Key("keys_are_values", False, ("attention_k_eq_v",)),
 )
-# The number of key and value heads, by whether keys are values.
+# The key with the number of key/value heads depends on whether keys are values.
 GROUPS = {True: "num_global_key_value_heads", False: "num_key_value_heads"}
 
 
@@ -68,7 +69,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     keys_are_values = reader.take("attention_k_eq_v", default=False, kind=bool)
     reader.stated(*GROUPS.values())
     hidden_size = reader.take("hidden_size", kind=int)
-    # A size below 0 is refused with the other sizes.
+    # A negative size is refused later, together with the other sizes.
     scale = max(hidden_size, 0) ** 0.5
     return {
         "layer_family": "gemma4",
@@ -85,7 +86,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _take_rope(reader: ConfigReader) -> dict[str, Any]:
-    """Takes the RoPE of full layers; that of sliding ones stands beside it and is not used."""
+    """Takes the RoPE of the full layers. The RoPE of sliding layers stands beside it and is not used."""
     ropes: dict[str, Any] = reader.take("rope_parameters", kind=dict)
     rope: Any = ropes.get("full_attention")
     what = "a dictionary full_attention in rope_parameters of the checkpoint's config.json"
@@ -101,7 +102,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     return {
         "architectures": ["Gemma4DSparkModel"],
         "model_type": "gemma4_text",
-        # Its class reads one of the two, and its config states both.
+        # DeepSpec's class reads one of the two, and its config states both.
         **dict.fromkeys(GROUPS.values(), config.num_key_value_heads),
         "head_dim": config.head_dim,
         "layer_types": ["full_attention"] * config.num_hidden_layers,
@@ -109,7 +110,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
             "full_attention": config.rope_parameters,
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
-        "num_anchors": 512,  # of its training; its class asks for the key
+        "num_anchors": 512,  # for training; DeepSpec's class requires the key
         "markov_rank": config.markov_rank or 0,
         "markov_head_type": "vanilla",
         "enable_confidence_head": False,
@@ -140,11 +141,11 @@ DEEPSPEC_GEMMA4 = CheckpointFormat(
     },
     ignored=COMMON_IGNORED
     | CONFIDENCE_KEYS
-    | {"num_anchors"}  # of training
-    # Of layers that slide, share keys, or have experts
+    | {"num_anchors"}  # for training
+    # Keys of layers that slide, share keys or have experts
     | {"head_dim", "sliding_window", "use_double_wide_mlp", "vocab_size_per_layer_input"}
     | {"moe_intermediate_size", "num_experts", "top_k_experts"}
-    # Of the target
+    # Keys about the target
     | {"target_model_type", "target_text_model_type", "use_bidirectional_attention"},
     renamed=MARKOV_WEIGHTS,
     dropped=CONFIDENCE_WEIGHTS,

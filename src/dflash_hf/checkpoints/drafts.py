@@ -1,4 +1,4 @@
-"""The two functions for checkpoints: load a draft in whatever format it has, save it in the one that is asked for."""
+"""This module loads a draft from any known format and saves a draft in the format that is asked for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.support import check_pair
 
-# The files of a draft that another one replaces; a tokenizer's and all others stay.
+# The files of a draft that a newly saved draft replaces. Tokenizer files and all other files stay.
 OF_A_DRAFT = ("*.safetensors*", "config.json", "generation_config.json", "adapter_config.json")
 
 
@@ -52,9 +52,9 @@ def load_draft(path_or_repo: str | PathLike[str], **kwargs: Any) -> DFlashDraftM
 
 
 def load_if_draft(path_or_repo: str, target: PreTrainedModel) -> DFlashDraftModel | str:
-    """Loads a draft with a target's dtype onto its device; returns the name of any other checkpoint as it is.
+    """Loads a draft with a target's dtype onto the target's device. For any other checkpoint, returns its name.
 
-    Raises `OSError`, as Transformers does, if there is no such checkpoint, and `ValueError` as [`load_draft`] does.
+    Raises `OSError`, as Transformers does, if there is no such checkpoint. Raises `ValueError` as [`load_draft`] does.
     """
     if not is_draft(read_config(path_or_repo, {})):
         return path_or_repo
@@ -63,20 +63,23 @@ def load_if_draft(path_or_repo: str, target: PreTrainedModel) -> DFlashDraftMode
 
 
 def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
-    """Says what a draft is, from its config and the headers of its weights; no weights are loaded.
+    """Describes a draft from its config and the headers of its weight files. No weights are loaded.
 
     Args:
         path_or_repo (`str` or `os.PathLike`): Folder or Hub id, in any format.
 
     Returns:
-        `dict[str, Any]`: Plain values: `format`, `is_dflash2`, `num_parameters`, `num_bytes`, `dtypes` (as safetensors
-        spells them), `quantised_bits` (of a number in the files, `None` where weights are stored as they are),
-        `num_proposals`, `target` (what the config, or the model card, names; else `None`), and fields of
-        [`DFlashConfig`]. What is refused, and how, is as in [`DFlashDraftModel.from_pretrained`].
+        `dict[str, Any]`: Plain values: `format`, `is_dflash2`, `num_parameters`, `num_bytes`, `dtypes` (in the
+        spelling of safetensors), `quantised_bits` (bits per number in the files; `None` if weights are not quantised),
+        `num_proposals`, `target` (the name in the config or the model card, or `None`), and fields of
+        [`DFlashConfig`].
+
+    Raises:
+        ValueError: As [`DFlashDraftModel.from_pretrained`] does before it loads weights.
     """
     found = DFlashDraftModel._checked(path_or_repo, {}, {})
     config = found.config
-    # What is stored and not loaded (a confidence head, the verifier's norm) is no part of the draft.
+    # Stored weights that are not loaded (a confidence head, the verifier's norm) are not part of the draft.
     weights = [tensor for tensor in found.found.values() if tensor.dtype in FLOAT_DTYPES]
     stored_files = {tensor.file for tensor in found.stored.values()}
     names = (
@@ -109,7 +112,7 @@ def inspect_draft(path_or_repo: str | PathLike[str]) -> dict[str, Any]:
 
 
 def named_target(path_or_repo: str) -> str | None:
-    """Returns the target that the config or the model card of a draft names; `None` where its files cannot be read."""
+    """Returns the target that a draft's config or model card names; `None` if they name none or cannot be read."""
     if not path_or_repo:
         return None
     try:
@@ -119,7 +122,7 @@ def named_target(path_or_repo: str) -> str | None:
 
 
 def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> str | None:
-    """The target that a speculators config or a model card names."""
+    """Returns the target that a speculators config or a model card names; `None` if there is no such name."""
     section = _dictionary(raw.get("speculators_config"))
     name = _dictionary(section.get("verifier")).get("name_or_path")
     if isinstance(name, str):
@@ -139,7 +142,7 @@ def _named_target(path_or_repo: str | PathLike[str], raw: Mapping[str, Any]) -> 
 
 
 def _dictionary(value: Any) -> Mapping[str, Any]:
-    """The value if it is a dictionary, else an empty one."""
+    """Returns the value if it is a dictionary, and an empty dictionary otherwise."""
     if isinstance(value, Mapping):
         return cast(Mapping[str, Any], value)
     return {}
@@ -154,18 +157,18 @@ def save_draft(
     """Saves a draft in one of seven formats.
 
     Args:
-        draft (`DFlashDraftModel`): The draft; it is not changed.
-        directory (`str` or `os.PathLike`): The folder; made if it is not there.
+        draft (`DFlashDraftModel`): The draft. It is not changed.
+        directory (`str` or `os.PathLike`): The folder. It is created if it does not exist.
         format (`str`, defaults to `"dflash"`): `"dflash"`, our own; `"zlab"`, read by z-lab's package, SGLang and
             vLLM; `"speculators"`, read by vLLM; `"muse"`, read by Transformers' `MuseGlimmerAssistantModel`;
-            `"deepspec"`; `"deepspec-gemma4"`; or `"laguna"`, read by vLLM. Only the first keeps
+            `"deepspec"`; `"deepspec-gemma4"`; or `"laguna"`, read by vLLM. Only `"dflash"` keeps
             `draft.generation_config`.
-        target (`PreTrainedModel`, *optional*): The draft's target. Some formats need values of it: vocabulary and
-            depth, copies of embedding and head (`"deepspec"`), its name (`"speculators"`). If a format has no place
-            for the draft's own embedding and head, and they equal the target's, they are left out.
+        target (`PreTrainedModel`, *optional*): The draft's target. Some formats need values of the target: vocabulary
+            and depth, copies of embedding and head (`"deepspec"`), or its name (`"speculators"`). If a format has no
+            place for the draft's own embedding and head, and they equal the target's, they are left out.
 
     Raises:
-        ValueError: If the format is not known or cannot express the draft, if the draft's weights are quantised or
+        ValueError: If the format is unknown or cannot express the draft, if the draft's weights are quantised or
             offloaded, if it holds adapters, or if weights of the target are needed and not loaded. The message names
             the reason, and nothing is written.
     """
@@ -185,7 +188,7 @@ def save_draft(
     dtype = str(draft.dtype).removeprefix("torch.")
     has_target = target is not None
     written = chosen.write_config(config, dtype, frozenset(state), has_target=has_target)
-    # Only now: this builds a model, and most drafts that a format cannot express are refused without one.
+    # This check comes last, because it builds a model. Most unsuitable drafts are refused before.
     differing = sorted(state.keys() ^ draft._shapes(config).keys())
     what = f"the weights of a draft in the format {chosen.name!r}"
     require(not differing, what, listed(differing), "save it in the format 'dflash'")
@@ -204,11 +207,11 @@ def save_draft(
 
 @contextmanager
 def replaced(folder: Path) -> Generator[Path]:
-    """Gives an empty folder to save a draft in; at its end the files in it replace the draft in `folder`.
+    """Gives an empty folder to save a draft in. At the end, the new files replace the draft in `folder`.
 
-    An exception within leaves `folder` as it was.
+    If the block raises an exception, `folder` stays as it was.
     """
-    # A folder that is there may be on another file system than the one above it.
+    # An existing folder may be on another file system than its parent, so the new files are written inside it.
     near = folder if folder.is_dir() else folder.parent
     near.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=near, prefix=".draft-") as made:
@@ -227,12 +230,12 @@ def _complete(
     chosen: CheckpointFormat,
     target: PreTrainedModel,
 ) -> None:
-    """Adds what the target knows to a config and weights, in place, and takes out copies of its embedding and head."""
+    """Adds the target's values to a config and weights, in place, and removes copies of its embedding and head."""
     found = find_target(target)
     check_pair(found, config)
     config.vocab_size = found.config.vocab_size
     config.num_target_layers = len(found.layers)
-    # Of a plain embedding the module gives the rows of its weight.
+    # The module of a plain embedding returns the rows of its weight as they are.
     if type(found.embedding) is nn.Embedding and chosen.name != "zlab":
         config.raw_input_embeddings = True
     if chosen.has_vocabulary is None:
@@ -242,10 +245,10 @@ def _complete(
         ("own_lm_head", "lm_head.weight", found.head),
     ):
         has_own = bool(getattr(config, flag))
-        # The format has a place for them and they are there, or neither.
+        # Nothing to do if both the format and the draft have this weight, or if neither has it.
         if chosen.has_vocabulary == has_own:
             continue
-        # A copy: a tied pair would share its memory, and be saved once.
+        # A copy is needed: a tied embedding and head would share memory, and be saved only once.
         theirs = _copied_weight(module)
         if chosen.has_vocabulary:
             state[name] = theirs.to(state["norm.weight"].dtype)
@@ -256,7 +259,7 @@ def _complete(
 
 
 def _copied_weight(module: nn.Module) -> Tensor:
-    """Returns a copy of a module's weight, also of one that is offloaded."""
+    """Returns a copy of a module's weight, also if the weight is offloaded."""
     with brought_in(module):
         weight = module.weight
         assert isinstance(weight, Tensor)

@@ -1,6 +1,7 @@
-"""What a checkpoint's files hold, read from their headers before anything is built: whole, complete, of known types.
+"""This module reads the config and the headers of a checkpoint's files, and checks them before a model is built.
 
-Only safetensors are opened, and JSON. Every complaint names the file and the key or tensor.
+Files must be whole, the set of files complete, and their types known. Only safetensors and JSON files are opened.
+Every error message names the file and the key or tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from transformers.utils.hub import cached_file
 from dflash_hf.data.row_files import read_object
 from dflash_hf.errors import listed, one_line, require, shown
 
-# The index of a draft of 512 layers takes 1 MB. Of twice as much, the worst (`[],[],...`) takes a second to parse.
+# The index of a draft of 512 layers takes 1 MB. The worst JSON of 2 MB (`[],[],...`) would take a second to parse.
 MAX_JSON_BYTES = 2**20
 PathOrRepo = str | PathLike[str]
-# As safetensors spells them.
+# The keys are the spelling of safetensors.
 FLOAT_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,29 +36,29 @@ FLOAT_DTYPES = {
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a safetensors file, not read yet."""
+    """One tensor of a safetensors file, which has not been read yet."""
 
     file: Path
-    name: str  # there
+    name: str  # in the file
     dtype: str  # as safetensors spells it, such as "BF16"
     shape: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """Reads the tensor, onto the CPU."""
+        """Reads the tensor onto the CPU."""
         with safe_open(self.file, framework="pt") as opened:
             return opened.get_tensor(self.name)
 
 
 def read_config(path: PathOrRepo, hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the `config.json` of a folder or a Hub repository; `path` may also be the file itself.
+    """Reads the `config.json` of a folder or a Hub repository. `path` may also be the file itself.
 
-    Raises `ValueError` if it is no JSON object, and `OSError`, as Transformers does, if there is none.
+    Raises `ValueError` if the file is not a JSON object, and `OSError`, as Transformers does, if there is no file.
     """
     if Path(path).is_file():
         return read_json(Path(path))
     _check_is_no_folder(Path(path) / (hub.get("subfolder") or "") / CONFIG_NAME)
     file = cached_file(path, CONFIG_NAME, **hub)
-    if file is None:  # Transformers takes it for a file that may be missing
+    if file is None:  # Transformers treats it as a file that may be missing
         raise ValueError(
             f"expected {CONFIG_NAME} in {path}, got no such file; give the folder of a draft"
         )
@@ -69,9 +70,9 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """Opens the safetensors files of a folder or Hub repository, shards included, and returns name -> tensor.
 
-    `hub` are Transformers' arguments for finding files, and `variant` is its own. Raises `ValueError` if a file is
-    damaged, a shard is missing, an index and its shards disagree, or a folder has no safetensors files of the expected
-    names, and `OSError` if a Hub repository has none, or cannot be reached.
+    `hub` are Transformers' arguments for finding files, and `variant` is Transformers' argument of this name. Raises
+    `ValueError` if a file is damaged, a shard is missing, an index and its shards disagree, or a folder has no
+    safetensors files of the expected names. Raises `OSError` if a Hub repository has none, or cannot be reached.
     """
     hub = hub or {}
     whole = find_file(path, _add_variant(SAFE_WEIGHTS_NAME, variant), hub)
@@ -86,7 +87,7 @@ def stored_tensors(
     require(is_map, f"weight_map, names of weights to names of files, in {index}", shards, "fix it")
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(shards.values())):
-        # Nothing outside of the folder is a part of a checkpoint, and nothing but safetensors is opened.
+        # A checkpoint contains only files of its own folder, and only safetensors files are opened.
         is_plain = (
             shard.isprintable() and Path(shard).name == shard and shard.endswith(".safetensors")
         )
@@ -106,7 +107,7 @@ def stored_tensors(
                 f"{listed(differing)}; download it again"
             )
         found |= tensors
-    # Transformers needs one, if only an empty one.
+    # Transformers needs this dictionary, even if it is empty.
     metadata = content.get("metadata")
     require(
         isinstance(metadata, dict),
@@ -118,12 +119,12 @@ def stored_tensors(
 
 
 def widest_dtype(kinds: Iterable[str]) -> torch.dtype:
-    """Returns the type that holds weights of all these types, as safetensors spells them, without loss."""
+    """Returns the type that holds weights of all these types without loss. `kinds` are spelled as in safetensors."""
     return functools.reduce(torch.promote_types, [FLOAT_DTYPES[kind] for kind in kinds])
 
 
 def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | None:
-    """Returns the file of that name, or `None` where there is none (offline: where none is cached).
+    """Returns the file of that name, or `None` if there is none (offline: if none is cached).
 
     Raises `ValueError` if a folder has this name.
     """
@@ -141,14 +142,14 @@ def find_file(path: PathOrRepo, name: str, hub: Mapping[str, Any]) -> Path | Non
 
 
 def _check_is_no_folder(place: Path) -> None:
-    """Raises `ValueError` for a folder in the place of a file: Transformers takes it for a file that is not there."""
-    # A path that the system refuses, such as one that is too long, is no folder; `Path.is_dir` would raise.
+    """Raises `ValueError` if `place` is a folder, because Transformers would treat it as a missing file."""
+    # A path that the system refuses (for example, because it is too long) is no folder. `Path.is_dir` would raise.
     if os.path.isdir(place):
         raise ValueError(f"expected a file {place}, got a folder; put the file there")
 
 
 def unshared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights of which no two share memory: a file of safetensors would hold one of them only."""
+    """Returns weights that share no memory. Of weights that share memory, a safetensors file would hold only one."""
     apart = dict(weights)
     places: set[int] = set()
     for name, tensor in weights.items():
@@ -160,12 +161,12 @@ def unshared(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _no_weights(folder: Path) -> Exception:
-    """The error for a place without safetensors: `OSError` where it is no folder here, as Transformers has it."""
+    """Returns the error for a place without safetensors: `ValueError` for a folder, otherwise `OSError`."""
     what = f"safetensors weights in {folder} ({SAFE_WEIGHTS_NAME}, or shards with their index)"
     action = "convert the checkpoint: reading a pickle file can run code, so none is loaded"
     if folder.is_dir():
         files = sorted(file.name for file in folder.iterdir())
-        # MiMo's drafts have one file of a name of its own.
+        # MiMo's drafts have one file with a name of its own.
         others = [name for name in files if name.endswith(".safetensors")]
         if len(others) == 1:
             action = f"rename {one_line(others[0])} to {SAFE_WEIGHTS_NAME}"
@@ -174,7 +175,7 @@ def _no_weights(folder: Path) -> Exception:
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file holds; the header is checked against the file's size."""
+    """Returns the tensors of a safetensors file. `safe_open` checks the header against the size of the file."""
     try:
         with safe_open(file, framework="pt") as opened:
             slices = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118  (not a dictionary)
@@ -189,7 +190,7 @@ def _headers(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object; raises `ValueError` if the file holds something else, or too much for a draft's."""
+    """Reads a JSON object. Raises `ValueError` if the file holds something else or is larger than a draft's."""
     size = file.stat().st_size
     what = f"at most {MAX_JSON_BYTES / 2**20:.0f} MB of JSON in {file}"
     require(size <= MAX_JSON_BYTES, what, round(size / 2**20), "download it again")

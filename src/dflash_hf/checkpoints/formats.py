@@ -1,4 +1,4 @@
-"""The checkpoint formats, and how to tell them apart: always by what a config says, never by a model's name."""
+"""This module lists the checkpoint formats. It recognises a format by the content of a config, and not by a name."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dflash_hf.errors import shown
 
 def _read_own(reader: ConfigReader) -> dict[str, Any]:
     check_own(reader.values)
-    # Null is a value here: `vocab_size` is not stated then.
+    # None is a value here: it means that `vocab_size` is not stated.
     return {name: reader.take(name, default=None) for name in FIELDS if name in reader.values}
 
 
-# Our own: what `DFlashConfig.save_pretrained` writes and the module's own weight names; nothing is renamed.
+# Our own format: the config that `DFlashConfig.save_pretrained` writes, and the module's own names of weights.
 OWN = CheckpointFormat(
     name="dflash",
     matches=lambda config: config.get("model_type") == DFlashConfig.model_type,
@@ -39,13 +39,13 @@ OWN = CheckpointFormat(
     write_rest=DFlashConfig.to_diff_dict,
     ignored=COMMON_IGNORED - set(FIELDS),
 )
-# The more particular ones first: Laguna's and Gemma 4's drafts have the keys of z-lab's and DeepSpec's others too.
+# The order matters: Laguna's and Gemma 4's drafts also match the formats of z-lab and DeepSpec, so they come first.
 ALL = (OWN, LAGUNA, ZLAB, SPECULATORS, MUSE, DEEPSPEC_GEMMA4, DEEPSPEC)
 FORMATS = {known.name: known for known in ALL}
 
 
 def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
-    """Returns the format of a parsed `config.json`; raises `ValueError` if it is none that is supported."""
+    """Returns the format of a parsed `config.json`. Raises `ValueError` if the format is not supported."""
     for candidate in FORMATS.values():
         if candidate.matches(config):
             return candidate
@@ -58,16 +58,17 @@ def detect_format(config: Mapping[str, Any]) -> CheckpointFormat:
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:
-    """Returns True if a parsed `config.json` is that of a draft in a format that is known here."""
+    """Returns True if a parsed `config.json` belongs to a draft in a known format."""
     return any(known.matches(config) for known in FORMATS.values())
 
 
 def explain_foreign_draft(model: object, is_stock: bool = False) -> str | None:
-    """Says what to do with an assistant that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
+    """Returns what to do with an assistant that was made from a DFlash checkpoint but is not a `DFlashDraftModel`.
 
-    Most formats carry the `model_type` of a model that Transformers knows, so `AutoModel` and `AutoModelForCausalLM`
-    load them as that model, which drafts nothing. Returns `None` if the model is something else, or is Transformers'
-    own draft and its own path (`speculation_type="dflash"`, here `is_stock`) is asked for.
+    Most formats carry the `model_type` of a model that Transformers knows. So `AutoModel` and `AutoModelForCausalLM`
+    load such a draft as that model, which cannot draft. The result is `None` for a model that is something else. It is
+    also `None` for Transformers' own draft if Transformers' own decoding (`speculation_type="dflash"`) is asked for
+    (`is_stock`).
     """
     form = _format_of_foreign(model)
     if form is None or (is_stock and form is MUSE):
@@ -79,9 +80,9 @@ def explain_foreign_draft(model: object, is_stock: bool = False) -> str | None:
 
 
 def check_is_no_draft(model: object) -> None:
-    """Raises `ValueError` for a target that was made from a DFlash checkpoint: it has no text to write.
+    """Raises `ValueError` for a target that was made from a DFlash checkpoint, because it cannot write a text.
 
-    Its embedding and head are new ones with random values, or its layers lack the context that they were trained with.
+    Its embedding and head are new and have random values, or its layers lack the context that they were trained with.
     """
     form = _format_of_foreign(model)
     if form is None:
@@ -93,11 +94,11 @@ def check_is_no_draft(model: object) -> None:
 
 
 def _format_of_foreign(model: object) -> CheckpointFormat | None:
-    """The format of the DFlash checkpoint that a model of another class was made from; `None` for other models."""
+    """Returns the format of the DFlash checkpoint that a model of another class was made from, or `None`."""
     config = getattr(model, "config", None)
     if not isinstance(config, PreTrainedConfig) or isinstance(config, DFlashConfig):
         return None
-    # No `to_dict`, which copies all there is: this is asked in every `generate`.
+    # `to_dict` would copy the whole config, and every `generate` calls this function.
     values = {**vars(config), "model_type": config.model_type}
     if not is_draft(values):
         return None

@@ -1,6 +1,6 @@
-"""A fresh draft for a target: its config after the published recipes, a mask token, and values to start from.
+"""This module makes a fresh draft for a target: a config as in the published recipes, a mask token and first values.
 
-Of the target only its config, its embedding and its head are looked at.
+It uses only the target's config, embedding and head.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dflash_hf.layer_configs import attention_sizes, commonest, layer_values
 logger: Any = logging.get_logger(__name__)
 
 Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
-# Fields that say what the target is, and not how the draft is to be.
+# Fields that describe the target, and not the draft.
 OF_THE_TARGET = ("vocab_size", "hidden_size", "target_hidden_size", "num_target_layers")
 MAX_HEAD_DIM = 128  # published drafts for targets with heads of 256 have twice as many of 128,
-MAX_KEY_VALUE_HEADS = 8  # and none has more of these
+MAX_KEY_VALUE_HEADS = 8  # and none of them has more key/value heads than this
 ROLES = (
     "bos_token_id",
     "eos_token_id",
@@ -45,7 +45,7 @@ def fresh_config(
     tokenizer: Tokenizer | None = None,
     draft_token_ids: Sequence[int] | None = None,
 ) -> DFlashConfig:
-    """Returns the config of a draft for a target, or refuses; see [`DFlashDraftModel.from_target`]."""
+    """Returns the config of a draft for a target, or raises `ValueError`; see [`DFlashDraftModel.from_target`]."""
     embedding, head = vocabulary_of(target)
     text: Any = target.config.get_text_config(decoder=True)
     theirs = sorted({*OF_THE_TARGET} & fields.keys())
@@ -63,7 +63,7 @@ def fresh_config(
         width == text.hidden_size, what, width, "no draft can begin with this target's embedding"
     )
     require(num_taps >= 1, "num_taps >= 1", num_taps, "fix it")
-    # A shallow target has fewer layers to choose from than are asked for.
+    # A shallow target may have fewer layers than the taps that are asked for.
     taps = fields.get("target_layer_ids") or dict.fromkeys(
         build_target_layer_ids(text.num_hidden_layers, num_taps)
     )
@@ -111,7 +111,10 @@ def fresh_config(
 
 
 def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
-    """Returns a target's embedding and head; raises `ValueError` if it lacks one, is no decoder, or is a draft."""
+    """Returns a target's embedding and head.
+
+    Raises `ValueError` if one of them is missing, or if the target is an encoder-decoder or a draft.
+    """
     check_is_no_draft(target)
     name = type(target).__name__
     embedding: Any = target.get_input_embeddings()
@@ -125,11 +128,14 @@ def vocabulary_of(target: PreTrainedModel) -> tuple[Any, Any]:
 
 
 def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size: int) -> int:
-    """Chooses a token below `size` that stands in no text, and logs which.
+    """Chooses a token below `size` that occurs in no text, and logs the choice.
 
-    The tokenizer's own mask token; else the first id behind its tokens that the embedding has a row for, as in z-lab's
-    drafts for Qwen3; else a special token that neither a role, nor a config, nor the chat template names, those
-    that are called reserved first.
+    The first choice is the tokenizer's own mask token. The second choice is the first id after the tokenizer's tokens
+    for which the embedding has a row, as in z-lab's drafts for Qwen3. The third choice is a special token that no
+    role, no config and no chat template names; tokens that are called reserved or unused come first.
+
+    Raises:
+        ValueError: If there is no tokenizer, or no such token.
     """
     tokens: Any = getattr(tokenizer, "tokenizer", tokenizer)
     if tokens is None:
@@ -176,19 +182,20 @@ def choose_mask_token(target: PreTrainedModel, tokenizer: Tokenizer | None, size
 def set_first_values(
     draft: Any, target: PreTrainedModel, draft_token_ids: Sequence[int] | None
 ) -> None:
-    """Copies what a draft has of its own from the target, and sets its last norm so that its first loss is `log V`.
+    """Copies the draft's own embedding and head from the target, and sets its last norm: the first loss is `log V`.
 
-    With a last norm of 1 it is several times that. A fresh draft's states keep the direction of the mask token's
-    embedding, and tokens that stand in no text resemble each other, so these get the highest logits of all; and the
-    logits spread as far as the head's rows are long. With random signs in the norm that direction is one like any
-    other, and divided by its length random states have logits that spread by 1. Smaller values alone would do it too,
-    but training is the slower then (docs/log-archive.md).
+    With a last norm of 1, the first loss would be several times as large. The states of a fresh draft keep the
+    direction of the mask token's embedding. Tokens that occur in no text resemble each other, so they would get the
+    highest logits. Also, the logits spread in proportion to the length of the head's rows. Random signs in the norm
+    make that direction one like any other. The signs are divided by the spread of the logits of random states, so that
+    these logits then spread by 1. Smaller values without random signs would give the same loss, but training would be
+    slower (docs/log-archive.md).
 
-    The draft is changed in place; `draft_token_ids` are the tokens of a reduced vocabulary.
+    The draft is changed in place. `draft_token_ids` are the tokens of a reduced vocabulary.
     """
     embedding, head = vocabulary_of(target)
     if draft.embed_tokens is not None:
-        # As the module gives them: some scale or norm the rows of their weight.
+        # The module's outputs are copied, because some modules scale or normalise the rows of their weight.
         for ids in torch.arange(draft.config.vocab_size, device="cpu").split(8192):
             rows = embedding(ids.to(execution_device(embedding)))
             draft.embed_tokens.weight[ids] = rows.to(draft.embed_tokens.weight)
@@ -201,7 +208,7 @@ def set_first_values(
         with brought_in(head):
             weight = in_one_piece(head.weight)
             draft.lm_head.weight.copy_(weight[kept.to(weight.device)])
-    # Over the vocabulary, of random states whose mean square is 1.
+    # The spread is measured over the vocabulary, for random states whose mean square is 1.
     states = torch.randn(
         16, draft.config.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu"
     )
@@ -219,7 +226,7 @@ def set_first_values(
 
 
 def _named_ids(target: PreTrainedModel) -> set[Any]:
-    """Ids of tokens that a target's configs name: ends, padding, places of images."""
+    """Returns the ids of tokens that a target's configs name, such as ends, padding and places of images."""
     found: set[Any] = set()
     configs: list[Any] = [target.config, target.config.get_text_config(decoder=True)]
     settings: Any = target.generation_config
@@ -237,9 +244,10 @@ def _named_ids(target: PreTrainedModel) -> set[Any]:
 
 
 def _shape(text: Any) -> dict[str, int]:
-    """Heads as the target's, more and smaller ones where those are wide, and its MLP's width if it is no expert's.
+    """Returns the sizes of attention heads and MLP. If the target's layers differ, the most common sizes count.
 
-    Where the target's layers differ, as most of them are.
+    The heads are the target's. Wide heads are split into several heads of `MAX_HEAD_DIM`. The width of the MLP is the
+    target's too, unless this is the width of an expert.
     """
     heads, groups, size = commonest(attention_sizes(text))
     split = 1
@@ -262,9 +270,9 @@ def _shape(text: Any) -> dict[str, int]:
 
 
 def rope_of(text: PreTrainedConfig) -> dict[str, Any] | None:
-    """Returns a target's RoPE as far as a draft has it: over plain indices, over whole heads; `None` without one."""
+    """Returns the part of a target's RoPE that a draft has, over plain indices and whole heads; `None` without one."""
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # where each kind of layer has its own
+    rope = rope.get("full_attention", rope)  # if each kind of layer has its own RoPE
     if rope.get("rope_theta") is None:
         return None
     needed = ROPE_TYPES.get(rope.get("rope_type", "default"))

@@ -1,8 +1,9 @@
-"""The format of poolside's drafts for Laguna.
+"""This module defines the format of poolside's drafts for Laguna.
 
-A flat config of Laguna with a section `dflash_config`, and the bare draft without embedding and head; queries, keys
-and values of a layer are one weight. Conventions: layer ids are 0-based layers whose output is tapped, `block_size`
-counts the anchor, a window of `w` means `q - k < w`, every layer is causal unless `causal` says otherwise.
+The config is a flat config of Laguna with a section `dflash_config`. The weights are the bare draft without embedding
+and head. Queries, keys and values of a layer are one weight. Layer ids are 0-based numbers of the layers whose outputs
+are tapped, `block_size` counts the anchor, and a window of `w` means `q - k < w`. Every layer is causal unless
+`causal` says otherwise.
 Source: vLLM `model_executor/models/laguna_dflash.py`.
 """
 
@@ -60,17 +61,17 @@ KEYS = (
         }.items()
     ),
 )
-# Our own addition, as in z-lab's format: vLLM looks rows up in the weight.
+# This key is our own addition, as in z-lab's format. vLLM looks the rows up in the weight.
 RAW = Key("raw_input_embeddings", False, (f"{SECTION}.raw_input_embeddings",), optional=True)
 FUSED = "qkv_proj.weight"
 PARTS = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 
 
 def take_apart(stored: dict[str, Stored], config: Mapping[str, Any]) -> dict[str, Stored]:
-    """Returns the stored weights with queries, keys and values apart; those of another shape stay as they are."""
+    """Returns the stored weights with queries, keys and values apart. Weights of other shapes stay as they are."""
     sizes = [config.get(n) for n in ("num_attention_heads", "num_key_value_heads", "head_dim")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return stored  # which the config's own checks refuse
+        return stored  # the checks of the config refuse these sizes
     heads, groups, size = (int(number or 0) for number in sizes)
     rows = (heads * size, groups * size, groups * size)
     apart: dict[str, Stored] = {}
@@ -89,7 +90,7 @@ def take_apart(stored: dict[str, Stored], config: Mapping[str, Any]) -> dict[str
 
 
 def put_together(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights in which queries, keys and values of a layer are one matrix, in this order."""
+    """Returns weights in which queries, keys and values of a layer are one matrix, in this order of rows."""
     together: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         layer, _, last = name.rpartition("self_attn.")
@@ -114,7 +115,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     require(
         reduced == size, what, reduced, "here the format 'speculators' has reduced vocabularies"
     )
-    # Where each kind of layer has a RoPE of its own, the draft's layers have to have the same one.
+    # The config may have one RoPE for each kind of layer. All kinds that the draft has must have the same RoPE.
     ropes = reader.values.get("rope_parameters")
     if isinstance(ropes, dict) and any(isinstance(value, dict) for value in ropes.values()):
         kinds = layers["layer_types"]
@@ -138,7 +139,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 
 
 def _write_rest(config: DFlashConfig) -> dict[str, Any]:
-    # One for each kind of layer, as Laguna's own config has it.
+    # Laguna's own config has one RoPE for each kind of layer.
     ropes = {kind: dict(config.rope_parameters) for kind in config.layer_types}
     window: dict[str, int] = {}
     if config.sliding_window is not None:

@@ -1,7 +1,7 @@
-"""Making, loading and saving a draft: fresh for a target, or any known format in, our own out.
+"""This module makes drafts, loads them in any known format, and saves them in our own format.
 
-Safetensors only, and no code of the checkpoint runs. The formats themselves are tables in `dflash_hf.checkpoints`;
-files, devices and dtypes are Transformers' own business.
+Only safetensors files are loaded, and no code of the checkpoint runs. The formats are tables in
+`dflash_hf.checkpoints`. Transformers itself handles files, devices and dtypes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dflash_hf.errors import listed, one_line, require
 from dflash_hf.generation_config import DFlashGenerationConfig
 
 logger: Any = logging.get_logger(__name__)
-# The arguments of `from_pretrained` that say which files are meant.
+# The arguments of `from_pretrained` that say where the files are.
 HUB_ARGUMENTS = (
     "cache_dir",
     "force_download",
@@ -49,9 +49,9 @@ HUB_ARGUMENTS = (
     "subfolder",
     "token",
 )
-# An embedding of the draft's own for the mask token, as a pickle.
+# A file with an embedding of the draft's own for the mask token, as a pickle.
 MASK_FILE = "mask_embedding.pt"
-# How layers of quantised checkpoints call what they have instead of a weight, or beside it.
+# Names of the tensors that layers of quantised checkpoints have instead of a weight, or beside it.
 QUANTISED = (
     "weight_packed",
     "weight_scale",
@@ -68,27 +68,27 @@ QUANTISED = (
 
 
 class Checkpoint(NamedTuple):
-    """What the files of a draft say, of which no weight has been loaded."""
+    """The content of a draft's files, except the values of weights, which have not been loaded."""
 
     raw: dict[str, Any]  # its config.json
     form: CheckpointFormat
     config: DFlashConfig  # with the caller's overrides
-    stored: dict[str, Stored]  # all that is there, by the names there
-    found: dict[str, Stored]  # what is loaded, by our names
+    stored: dict[str, Stored]  # all weights, by the names in the files
+    found: dict[str, Stored]  # the weights that are loaded, by our names
     quantised_bits: (
         int | None
-    )  # of a number in the files; `None` where weights are stored as they are
+    )  # bits per number in the files; `None` if the weights are not quantised
 
 
 class DFlashPreTrainedModel(PreTrainedModel):
-    """Names what Transformers asks of a model class, and loads drafts in every known format."""
+    """Holds the attributes that Transformers asks of a model class, and loads drafts in every known format."""
 
     config: DFlashConfig
     config_class = DFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
     supports_gradient_checkpointing = True
-    # Of speculators' format; which weights a checkpoint may hold is checked before, format by format.
+    # Names of speculators' format. Which weights a checkpoint may hold is checked before, for each format.
     _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"^t2d$",
         r"^d2t$",
@@ -107,11 +107,11 @@ class DFlashPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def get_input_embeddings(self) -> Any:
-        """Returns the draft's own embedding, `None` where it uses the target's (FSDP asks)."""
+        """Returns the draft's own embedding, or `None` if the draft uses the target's. FSDP calls this method."""
         return getattr(self, "embed_tokens", None)
 
     def _supports_logits_to_keep(self) -> bool:
-        """Raises: Transformers' own assisted decoding asks, in a `generate` that does not know drafts."""
+        """Raises `ValueError`: Transformers' own assisted decoding calls this in a `generate` that knows no drafts."""
         raise ValueError(
             "expected a generate that knows DFlash drafts, got Transformers' own (kept from before the import of "
             "dflash_hf, or after disable()); import dflash_hf first and call model.generate(...) again"
@@ -121,26 +121,27 @@ class DFlashPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: PathOrRepo | None, *model_args: Any, **kwargs: Any
     ) -> Self:
-        """Loads a draft in any format that `checkpoints` knows from a folder or the Hub.
+        """Loads a draft from a folder or the Hub, in any format that `checkpoints` knows.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`, *optional*): Folder or Hub id. `None` builds a draft
                 from `config` and `state_dict`, as in Transformers.
-            model_args: Handed to the model.
+            model_args: Passed to the model.
             kwargs: Arguments of [`~transformers.PreTrainedModel.from_pretrained`] and overrides of fields of
-                [`DFlashConfig`]. `dtype="auto"`, the default, is the config's `dtype`, and where it has none the
-                one in which the weights are stored; `generation_config` replaces the stored one; `trust_remote_code`
-                has no effect.
+                [`DFlashConfig`]. The default `dtype="auto"` is the config's `dtype`, or the dtype of the stored
+                weights if the config has none. `generation_config` replaces the stored one. `trust_remote_code` has no
+                effect.
 
         Returns:
             The draft, in eval mode, with its `generation_config`; with `output_loading_info=True` also Transformers'
             report.
 
         Raises:
-            ValueError: If the format is unknown, its config has keys that are unknown or contradict each other, a
-                weight is missing, unknown or has the wrong shape or type, a vocabulary map points outside the
-                vocabulary, the weights are not (whole) safetensors files, or `generation_config` is of another
-                class. All of that is found before any weight is loaded. Afterwards, if a weight is NaN or infinite.
+            ValueError: If the format is unknown; if the config has keys that are unknown or contradict each other; if
+                a weight is missing, unknown or has the wrong shape or type; if a vocabulary map points outside the
+                vocabulary; if the weights are not (whole) safetensors files; or if `generation_config` is of another
+                class. All of that is checked before any weight is loaded. After loading, if a weight is NaN or
+                infinite.
         """
         if pretrained_model_name_or_path is None:
             return super().from_pretrained(None, *model_args, **kwargs)
@@ -153,14 +154,14 @@ class DFlashPreTrainedModel(PreTrainedModel):
         for ours in ("trust_remote_code", "ignore_mismatched_sizes"):
             kwargs.pop(ours, None)
         generation_config = kwargs.pop("generation_config", None)
-        # A plain config has none of the options of drafts, and would be found out after the weights are loaded.
+        # A plain config has no options of drafts. Without this check, the error would come only after loading weights.
         is_right = generation_config is None or isinstance(
             generation_config, DFlashGenerationConfig
         )
         kind = type(generation_config).__name__
         advice = "pass dflash_hf.DFlashGenerationConfig(...), or leave it out"
         require(is_right, "a DFlashGenerationConfig as generation_config", kind, advice)
-        # Transformers would load it too, unchecked
+        # Transformers would also load the adapter, without any check.
         adapter = find_file(path, ADAPTER_CONFIG_NAME, hub)
         advice = "merge the adapter into the draft's weights, or take its files away"
         require(not adapter, f"a draft without an adapter in {path}", ADAPTER_CONFIG_NAME, advice)
@@ -171,7 +172,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
             )
         asked = kwargs.get("dtype") or kwargs.get("torch_dtype") or "auto"
         if asked == "auto" and checkpoint.config.dtype is None:
-            # Transformers would take that of the first tensor, also of one that is not loaded.
+            # Transformers would take the dtype of the first tensor, even if this tensor is not loaded.
             kinds = (FLOAT_DTYPES.get(one.dtype) for one in checkpoint.found.values())
             kwargs["dtype"] = next(filter(None, kinds))
         renamed = {
@@ -186,7 +187,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
         }
         files: PathOrRepo | None = path
         if not all(isinstance(one, StoredTensor) for one in checkpoint.found.values()):
-            # Weights that are made of what is stored: dequantised, or taken apart.
+            # Some weights are made from what is stored: they are dequantised, or parts of a larger weight.
             kwargs |= {
                 "key_mapping": None,
                 "state_dict": {name: one.read() for name, one in checkpoint.found.items()},
@@ -198,7 +199,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
         draft = result
         if kwargs.get("output_loading_info"):
             draft = result[0]
-        # Transformers writes None where the weights came from here.
+        # Transformers leaves no name in the config if the weights came from this function.
         draft.config.name_or_path = str(path)
         _check_finite(draft, path)
         if generation_config is None and checkpoint.form.name == DFlashConfig.model_type:
@@ -217,10 +218,10 @@ class DFlashPreTrainedModel(PreTrainedModel):
         kwargs: dict[str, Any],
         model_args: Sequence[Any] = (),
     ) -> Checkpoint:
-        """Reads the files of a checkpoint and sees that they fit one another.
+        """Reads the files of a checkpoint and checks that they fit one another.
 
-        Takes `config`, `key_mapping` and overrides of the config out of `kwargs`, which are as in
-        [`~DFlashPreTrainedModel.from_pretrained`]; raises `ValueError` as that does before it loads weights.
+        Removes `config`, `key_mapping` and overrides of the config from `kwargs`. These arguments are those of
+        [`~DFlashPreTrainedModel.from_pretrained`]. Raises the `ValueError`s that it raises before it loads weights.
         """
         given: PreTrainedConfig | PathOrRepo | None = kwargs.pop("config", None)
         source = path
@@ -269,7 +270,7 @@ class DFlashPreTrainedModel(PreTrainedModel):
     def _shapes(
         cls, config: DFlashConfig, model_args: Sequence[Any] = ()
     ) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the weights of a draft with this config."""
+        """Returns names and shapes of the weights of a draft with this config."""
         with torch.device("meta"):
             state = cls(copy.deepcopy(config), *model_args).state_dict()
         return {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -288,32 +289,33 @@ class DFlashPreTrainedModel(PreTrainedModel):
         draft_token_ids: Sequence[int] | None = None,
         **fields: Any,
     ) -> Self:
-        """Makes a fresh draft for a target, to be trained: the published recipes, the target's embedding and head.
+        """Makes a fresh draft for a target, which has to be trained.
 
-        Heads, RoPE, epsilon and the MLP's width come from the target's text config, taps are spread as in z-lab's
-        drafts, attention is full. Cross entropy begins near `log V`.
+        The draft follows the published recipes, and uses the target's embedding and head. Heads, RoPE, epsilon and the
+        width of the MLP come from the target's text config. Taps are spread as in z-lab's drafts. Attention is full.
+        Cross entropy begins near `log V`.
 
         Args:
-            target (`PreTrainedModel`): The target; it is not changed.
+            target (`PreTrainedModel`): The target. It is not changed.
             num_hidden_layers (`int`): Layers of the draft.
             block_size (`int`): Slots of a block, the anchor included.
-            num_taps (`int`): Layers of the target that are tapped, fewer where it is too shallow for as many.
-            target_layer_ids (sequence of `int`, *optional*): Which ones, instead of `num_taps`.
-            mask_token_id (`int`, *optional*): The token that fills a block; it must stand in no text. By default one
-                that the tokenizer does not use, and which one is logged.
-            tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*): The target's; needed where no
-                `mask_token_id` is given.
+            num_taps (`int`): Number of the target's layers that are tapped. A shallow target may have fewer taps.
+            target_layer_ids (sequence of `int`, *optional*): The layers that are tapped, instead of `num_taps`.
+            mask_token_id (`int`, *optional*): The token that fills a block. It must occur in no text. The default is a
+                token that the tokenizer does not use. The log says which token this is.
+            tokenizer (`PreTrainedTokenizerBase` or `ProcessorMixin`, *optional*): The target's tokenizer. It is needed
+                if there is no `mask_token_id`.
             draft_token_ids (sequence of `int`, *optional*): Tokens of a reduced vocabulary
-                ([`~training.frequent_tokens`]); the draft then has a head of its own with their rows.
-            fields: Other fields of [`DFlashConfig`]: `sample_from_anchor`, `own_embed_tokens` and `own_lm_head` (begun
-                with copies of the target's), `layer_types` and `sliding_window`, DFlash 2's ...
+                ([`~training.frequent_tokens`]). The draft then has its own head with the rows of these tokens.
+            fields: Other fields of [`DFlashConfig`]: `sample_from_anchor`, `own_embed_tokens` and `own_lm_head` (both
+                begin as copies of the target's), `layer_types` and `sliding_window`, DFlash 2's ...
 
         Returns:
             The draft, in float32 on the CPU, in training mode.
 
         Raises:
-            ValueError: If there is no token to fill blocks with, the target has no embedding or head that a draft
-                could use, or a field is unknown, the target's own, or contradicts another one.
+            ValueError: If there is no token to fill blocks with; if the target has no embedding or head that a draft
+                could use; or if a field is unknown, describes the target, or contradicts another field.
         """
         fields |= {"num_hidden_layers": num_hidden_layers, "block_size": block_size}
         fields |= {"target_layer_ids": target_layer_ids, "mask_token_id": mask_token_id}
@@ -322,29 +324,29 @@ class DFlashPreTrainedModel(PreTrainedModel):
         return draft
 
     def save_pretrained(self, save_directory: PathOrRepo, *args: Any, **kwargs: Any) -> None:
-        """Saves the draft in our own format, `generation_config` included; `save_draft` writes the others.
+        """Saves the draft in our own format, with its `generation_config`. `save_draft` writes the other formats.
 
         Args:
             save_directory (`str` or `os.PathLike`): The folder.
-            args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`], and with `push_to_hub=True`
+            args, kwargs: Arguments of [`~transformers.PreTrainedModel.save_pretrained`]. With `push_to_hub=True`, also
                 those of `push_to_hub`.
 
         Raises:
-            ValueError: If the draft's weights are quantised, it holds adapters, or an argument says how the Hub is to
-                make a repository and `push_to_hub` does not have it.
+            ValueError: If the draft's weights are quantised, if it holds adapters, or if an argument says how the Hub
+                makes a repository and `push_to_hub` does not have this argument.
         """
-        # What was given by position is from here on under its name.
+        # From here on, positional arguments are under their names.
         save_names = list(signature(super().save_pretrained).parameters)[1:]
         kwargs |= zip(save_names, args, strict=False)
         push_to_hub = kwargs.pop("push_to_hub", False)
         if push_to_hub:
             _check_hub_arguments(self, kwargs)
         check_plain(self)
-        # Where others have gathered the weights, and where Transformers saves the adapters alone, names are right.
+        # Names are right if the caller has gathered the weights, or if Transformers saves only the adapters.
         has_state = kwargs.get("state_dict") is not None
         if not has_state and not getattr(self, "_hf_peft_config_loaded", False):
             self._check_names()
-        # Transformers would undo the renames of a draft that was loaded from another format.
+        # Otherwise, Transformers would undo the renaming of weights that were loaded from another format.
         kwargs["save_original_format"] = False
         embedding = getattr(self, "embed_tokens", None)
         head = getattr(self, "lm_head", None)
@@ -355,21 +357,21 @@ class DFlashPreTrainedModel(PreTrainedModel):
         is_main = kwargs.get("is_main_process", True)
         if is_main:
             self.generation_config.save_pretrained(save_directory)
-        # Only now is everything there; it saves once more, into a folder of its own
+        # The upload comes last, when all files are known to be good. It saves the draft again, into its own folder.
         if push_to_hub and is_main:
             kwargs.setdefault("repo_id", Path(save_directory).name)
             hub_names = kwargs.keys() & signature(self.push_to_hub).parameters
             self.push_to_hub(**{name: kwargs[name] for name in hub_names})
 
     def _check_names(self) -> None:
-        """Raises `ValueError` if weights have other names than a loaded draft's: adapters stand around them."""
+        """Raises `ValueError` if weights have other names than a loaded draft's. Adapters around them cause this."""
         others = sorted(self.state_dict().keys() ^ self._shapes(self.config).keys())
         advice = "merge adapters into the weights (merge_and_unload of PEFT), or save the adapters"
         require(not others, "a draft without adapters to save", listed(others), advice)
 
 
 def _check_hub_arguments(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what says how the Hub makes a repository, if `push_to_hub` does not pass it on."""
+    """Raises `ValueError` for arguments about making a repository on the Hub that `push_to_hub` does not take."""
     from huggingface_hub import HfApi
 
     made_with = signature(HfApi.create_repo).parameters.keys()
@@ -384,8 +386,8 @@ def _check_weights(
     form: CheckpointFormat,
     path: PathOrRepo,
 ) -> None:
-    """Raises unless the files hold exactly the expected weights, in floating point (and maps in integers)."""
-    # Beside the whole vocabulary older speculators wrote the map of a reduced one.
+    """Raises `ValueError` unless the files hold exactly the expected weights, as floats (and maps as integers)."""
+    # Older versions of speculators wrote the map of a reduced vocabulary even for a whole vocabulary.
     names = set(found)
     if "t2d" in form.dropped and "d2t" not in expected:
         names.discard("d2t")
@@ -413,7 +415,7 @@ def _check_weights(
 
 
 def foreign_weights(model: torch.nn.Module) -> list[str]:
-    """Returns the kinds of weights that are another library's tensors: torchao's, bitsandbytes', quanto's."""
+    """Returns the kinds of weights that are tensors of another library, such as torchao, bitsandbytes or quanto."""
     kinds = {
         f"{type(weight).__module__.partition('.')[0]}.{type(weight).__name__}"
         for weight in model.parameters()
@@ -422,7 +424,7 @@ def foreign_weights(model: torch.nn.Module) -> list[str]:
 
 
 def check_plain(draft: torch.nn.Module) -> None:
-    """Raises `ValueError` if a draft is wrapped, or its weights are another library's tensors."""
+    """Raises `ValueError` if a draft is wrapped, or if its weights are tensors of another library."""
     kind = type(draft).__name__
     advice = "merge adapters by merge_and_unload, and take a compiled draft as it was before"
     is_bare = isinstance(draft, DFlashPreTrainedModel)
@@ -433,13 +435,13 @@ def check_plain(draft: torch.nn.Module) -> None:
 
 
 def _is_quantised(tensor: Stored) -> bool:
-    """True for a weight of a quantised layer, or what belongs to one: its scales, its shape."""
+    """Returns True for a weight of a quantised layer, or for a tensor that belongs to one, such as scales or shape."""
     last = tensor.name.rpartition(".")[2]
     return last in QUANTISED or (last == "weight" and tensor.dtype not in FLOAT_DTYPES)
 
 
 def _check_vocabulary(stored: Mapping[str, Stored], config: DFlashConfig, path: PathOrRepo) -> None:
-    """Raises unless `d2t` names different tokens of the target's vocabulary, and `t2d`, if there, the same ones."""
+    """Raises `ValueError` unless `d2t` names different tokens of the target's vocabulary, and `t2d` the same ones."""
     if "d2t" not in stored:
         return
     offsets = stored["d2t"].read()
@@ -473,17 +475,17 @@ def _check_vocabulary(stored: Mapping[str, Stored], config: DFlashConfig, path: 
 
 
 def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
-    """Raises if a weight is NaN or infinite: texts would stay right, with nothing accepted and no word of why."""
+    """Raises `ValueError` if a weight is NaN or infinite. Otherwise, nothing would be accepted, without any message."""
     wrong: list[str] = []
     for name, tensor in draft.named_parameters():
-        # Offloaded weights are not here, and quantised ones have sums of their own.
+        # Offloaded weights are not in memory, and quantised weights cannot be summed in this way.
         if (
             tensor.is_meta
             or type(tensor) is not torch.nn.Parameter
             or not tensor.is_floating_point()
         ):
             continue
-        # A sum is finite only if its terms are, and needs no copy of them; in these types none overflows.
+        # A sum is finite only if its terms are, and needs no copy of them. It cannot overflow in these types.
         dtype = tensor.dtype
         if tensor.element_size() < 4:
             dtype = torch.float32
@@ -502,7 +504,7 @@ def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
 
 
 def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGenerationConfig | None:
-    """Returns the stored options, or `None` where there are none (offline: where none are cached)."""
+    """Returns the stored options, or `None` if there are none (offline: if none are cached)."""
     file = find_file(path, GENERATION_CONFIG_NAME, hub)
     if not file:
         return None
@@ -511,7 +513,7 @@ def _read_generation_config(path: PathOrRepo, hub: dict[str, Any]) -> DFlashGene
         loaded.to_json_string()
     except ValueError as error:
         raise ValueError(f"{error} (in {GENERATION_CONFIG_NAME} of {path})") from error
-    # What could not be saved or printed
+    # These are the errors for options that could not be saved or printed.
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"expected settings of generation in {file}, got some that GenerationConfig cannot write "

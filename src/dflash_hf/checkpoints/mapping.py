@@ -1,8 +1,8 @@
-"""What a checkpoint format is: a table of config keys, read in both directions, and the weights it names otherwise.
+"""This module defines a checkpoint format as data: a table of config keys for both directions, and names of weights.
 
-A new format is a module with one `CheckpointFormat`. Values that one key alone does not determine (RoPE, kinds of
-layers) go through its `read_rest` and `write_rest`. Nothing here opens a file or builds a model, and no other part of
-the project looks into a foreign config.
+A new format is a module with one `CheckpointFormat`. If one key alone does not determine a value (RoPE, kinds of
+layers), `read_rest` and `write_rest` of the format handle it. Nothing here opens a file or builds a model, and no
+other part of the project reads a foreign config.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dflash_hf.checkpoints.quantised import Stored, scheme_of
 from dflash_hf.configuration_dflash import MAX_LAYERS, DFlashConfig
 from dflash_hf.errors import is_a, one_line, require, shown
 
-# What the class adds to Transformers' base config, so to say the schema, in its order.
+# The fields that the class adds to Transformers' base config, in their order.
 _INHERITED = {inherited.name for inherited in fields(PreTrainedConfig)}
 FIELDS = tuple(own.name for own in fields(DFlashConfig) if own.name not in _INHERITED)
-# Fields that may have another value once the draft's target is known
+# Fields that may get another value once the draft's target is known.
 OF_THE_TARGET = (
     "vocab_size",
     "num_target_layers",
@@ -37,33 +37,33 @@ REQUIRED: Any = object()  # marks a key that the config has to contain
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One field of `DFlashConfig` and where a format keeps it."""
+    """One field of `DFlashConfig`, and the place where a format keeps it."""
 
     ours: str
-    default: Any  # what an absent (or null) key means in this format, or REQUIRED
-    places: tuple[str, ...]  # where it may stand; "a.b" is b in the section a
-    # Whether to leave it out when it has the default (a key that few checkpoints carry)
+    default: Any  # the meaning of an absent (or null) key in this format, or REQUIRED
+    places: tuple[str, ...]  # where the key may be; "a.b" is b in the section a
+    # Whether the key is left out if it has the default (for keys that few checkpoints have)
     optional: bool = False
-    written: int = 0  # in which of the places it is written
+    written: int = 0  # index of the place where the key is written
 
 
 class Neutral(NamedTuple):
-    """A key of an unsupported variant: the values under which it does nothing, and what it means otherwise."""
+    """A key of an unsupported variant, with the values that do not change anything and the meaning of other values."""
 
     values: tuple[Any, ...]
-    meaning: str  # and who reads it, as a clause of its own
+    meaning: str  # names the reader of the key too, as a clause of its own
 
 
 def plain_keys(
     defaults: Mapping[str, Any], section: str = "", optional: bool = False
 ) -> tuple[Key, ...]:
-    """Returns keys that stand in one place, under our own names, in a `section` with its dot."""
+    """Returns keys that have one place each, under our own names. `section` includes its dot."""
     return tuple(
         Key(name, default, (section + name,), optional) for name, default in defaults.items()
     )
 
 
-# A Qwen3 decoder's keys, with the defaults of `Qwen3Config`.
+# The keys of a Qwen3 decoder, with the defaults of `Qwen3Config`.
 QWEN3_KEYS: dict[str, Any] = {
     **dict.fromkeys(
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), REQUIRED
@@ -80,7 +80,7 @@ QWEN3_THETA = 10000.0
 
 
 def qwen3_layers(config: DFlashConfig) -> dict[str, Any]:
-    """Returns what a Qwen3 config says of a draft's layers, and of what drafts have or have not."""
+    """Returns the keys of a Qwen3 config about a draft's layers, and its keys that are the same for all drafts."""
     return {
         "num_hidden_layers": config.num_hidden_layers,
         "layer_types": config.layer_types,
@@ -93,10 +93,10 @@ def qwen3_layers(config: DFlashConfig) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """A format's `config.json`, keeping account of what has been read.
+    """Reads the `config.json` of a format, and records which keys have been read.
 
-    `section` is the one key whose value is a dictionary with keys of its own, if there is one. `weights` are there, by
-    our names, for formats that say with a weight what others say with a key.
+    `section` is the one key whose value is a dictionary with its own keys, if the format has one. `weights` are the
+    weights of the checkpoint by our names. Some formats say by a weight what other formats say by a key.
     """
 
     def __init__(self, config: Mapping[str, Any], section: str, weights: frozenset[str]) -> None:
@@ -108,19 +108,20 @@ class ConfigReader:
         what = f"{section} to be a dictionary in the checkpoint's config.json"
         require(isinstance(inner, Mapping), what, inner, "fix it")
         self.values |= {f"{section}.{key}": value for key, value in inner.items()}
-        # A key whose value is null says as much as one that is absent.
+        # A key with the value null has the same meaning as an absent key.
         self.unread = {key for key, value in self.values.items() if value is not None}
 
     def stated(self, *places: str) -> dict[str, Any]:
-        """Returns place -> value for those of `places` that say something; they count as read."""
+        """Returns place -> value for those of `places` that have a value. All `places` count as read."""
         self.unread.difference_update(places)
         values = {place: self.values.get(place) for place in places}
         return {place: value for place, value in values.items() if value is not None}
 
     def take(self, *places: str, default: Any = REQUIRED, kind: type | None = None) -> Any:
-        """Returns what the first of `places` that is present says, else the default; null means absent.
+        """Returns the value at the first of `places` that is present, else the default. Null means absent.
 
-        Raises `ValueError` if two places disagree, none is there and there is no default, or the type is not `kind`.
+        Raises `ValueError` if two places disagree, if no place has a value and there is no default, or if the value is
+        not of type `kind`.
         """
         stated = self.stated(*places)
         name = " or ".join(places)
@@ -137,9 +138,9 @@ class ConfigReader:
         return value
 
     def take_dtype(self) -> str | None:
-        """Takes the name of the type of the weights: not the draft's function, but what `dtype="auto"` means."""
+        """Takes the name of the weights' dtype. It does not change the draft's function, only what `"auto"` means."""
         dtype: Any = self.take("dtype", "torch_dtype", default=None)
-        # Which Transformers does not know
+        # Transformers does not know the prefix.
         if isinstance(dtype, str):
             dtype = dtype.removeprefix("torch.")
         floats = [str(known).removeprefix("torch.") for known in FLOAT_DTYPES.values()]
@@ -149,9 +150,9 @@ class ConfigReader:
     def take_markov_rank(
         self, *places: str, kinds: tuple[str, ...], default: int = 0
     ) -> int | None:
-        """Takes the rank of a DSpark draft's Markov head, `None` without one, from `places`; `kinds` may say its kind.
+        """Takes the rank of a DSpark draft's Markov head from `places`; `None` without a head.
 
-        Raises `ValueError` for a head of another kind than DeepSpec's vanilla one.
+        `kinds` are places that may say the kind of the head. Raises `ValueError` if this is not DeepSpec's vanilla kind.
         """
         rank: int = self.take(*places, default=default, kind=int)
         head: Any = self.take(*kinds, default="vanilla")
@@ -164,7 +165,7 @@ class ConfigReader:
         return rank
 
     def take_num_layers(self, *places: str, default: Any = REQUIRED) -> int:
-        """Takes the number of draft layers, which other fields are as long as, and so has to be one that can be."""
+        """Takes the number of draft layers. Other fields have this length, so the number must be a possible one."""
         number: int = self.take(*places, default=default, kind=int)
         require(
             1 <= number <= MAX_LAYERS,
@@ -175,13 +176,13 @@ class ConfigReader:
         return number
 
     def take_layers(self, *windows: str, section: str = "") -> dict[str, Any]:
-        """Takes the fields `num_hidden_layers`, `layer_types` (absent, by `Qwen3Config`'s rule) and `sliding_window`.
+        """Takes the fields `num_hidden_layers`, `layer_types` and `sliding_window`.
 
-        The window may stand in any of `windows`, the others in the section (with its dot).
+        If `layer_types` is absent, `Qwen3Config`'s rule applies. The window may be in any of `windows`. The other keys are in the section; `section` includes its dot.
         """
         num_layers = self.take_num_layers(f"{section}num_hidden_layers")
         window = self.take(*windows, default=None)
-        # Qwen3Config itself writes false beside sliding layers; a window that stands elsewhere is still meant.
+        # Qwen3Config itself writes false beside sliding layers. A window in another place is still meant.
         kept = self.stated(*windows).keys() - {f"{section}sliding_window"}
         layer_types: list[Any] | None = self.take(f"{section}layer_types", default=None, kind=list)
         use_window = self.take(f"{section}use_sliding_window", default=None)
@@ -203,13 +204,13 @@ class ConfigReader:
         }
 
     def take_layers_above(self, taps: Any) -> None:
-        """Takes vLLM's own key for the taps, layer + 1; raises `ValueError` if it names others than `taps`."""
+        """Takes vLLM's own key for the taps, which is layer + 1. Raises `ValueError` if it disagrees with `taps`."""
         key = "eagle_aux_hidden_state_layer_ids"
         above: Any = self.take(key, default=None)
         if above is None:
             return
         are_lists = is_a(taps, list) and is_a(above, list)
-        # What is no number is refused where the taps are read.
+        # A tap that is not a number is refused where the taps are read.
         agree = are_lists and above == [tap + 1 for tap in taps if is_a(tap, int)]
         action = "make the checkpoint's config.json agree with itself"
         require(agree, f"{key} one above the taps {shown(taps)}", above, action)
@@ -217,18 +218,18 @@ class ConfigReader:
     def take_rope(
         self, default_theta: float, section: str = "", takes_parts: bool = False
     ) -> dict[str, Any]:
-        """Returns `rope_parameters`, from that key (Transformers 5), from `rope_theta` and `rope_scaling` (before), or
-        from both where they say the same.
+        """Returns `rope_parameters` from the key of this name (Transformers 5), from `rope_theta` and `rope_scaling`
+        (older versions), or from both if they agree.
 
-        `default_theta` is what the format means where it states none; the section has its dot. Only with `takes_parts`
-        may the RoPE turn a part of each head.
+        `default_theta` is the format's theta if the config states none. `section` includes its dot. The RoPE may turn
+        a part of each head only with `takes_parts`.
         """
         ropes: dict[str, dict[str, Any]] = {}
         for place in (f"{section}rope_parameters", f"{section}rope_scaling"):
             given: dict[str, Any] = self.take(place, default={}, kind=dict)
             if given:
                 ropes[place] = _of_one_kind(place, given)
-        # These two may stand beside the dictionary too.
+        # These two parameters may also be outside the dictionary.
         theta = self.stated(f"{section}rope_theta")
         partial = self.stated(f"{section}partial_rotary_factor")
         for place, given in ropes.items():
@@ -264,7 +265,7 @@ class ConfigReader:
 
 
 def _of_one_kind(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A RoPE's parameters with its kind under one name; `type` is the one of Transformers 4."""
+    """Returns a RoPE's parameters with its kind under one name. The name `type` is that of Transformers 4."""
     rope = dict(given)
     kinds = {f"{place}.{name}": rope.pop(name, None) for name in ("rope_type", "type")}
     kinds = {where: kind for where, kind in kinds.items() if kind is not None}
@@ -275,7 +276,7 @@ def _of_one_kind(place: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agreed(stated: Mapping[str, Any]) -> Any:
-    """Returns the value that all places state; raises `ValueError` that names the places if they differ."""
+    """Returns the value that all places state. Raises `ValueError` with the places if they disagree."""
     values = list(stated.values())
     if any(value != values[0] for value in values):
         raise ValueError(
@@ -285,32 +286,33 @@ def agreed(stated: Mapping[str, Any]) -> Any:
 
 
 def beside(stated: Mapping[str, Any]) -> str:
-    """Returns the values of some places in words."""
+    """Returns the values of some places as text."""
     return " beside ".join(f"{one_line(place)} = {shown(value)}" for place, value in stated.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFormat:
-    """A checkpoint format, as data. What it cannot express is what it does not read back."""
+    """A checkpoint format, as data. A format cannot express a config that it does not read back unchanged."""
 
-    name: str  # in save_draft(format=...)
+    name: str  # the argument of save_draft(format=...)
     matches: Callable[[Mapping[str, Any]], bool]  # recognises a parsed config.json by its content
-    layer_families: tuple[str, ...] = ("qwen3",)  # whose layers its drafts have
+    layer_families: tuple[str, ...] = ("qwen3",)  # families of layers that its drafts may have
     keys: tuple[Key, ...] = ()  # fields with a key of their own
-    # Fields that the format's readers need, so that None cannot be written
+    # Fields that the format's readers need, so that None cannot be written.
     needs: tuple[str, ...] = ()
-    # Weights that they name otherwise -> our name
+    # The format's name of a weight -> our name, for weights with different names.
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
     section: str = ""  # see ConfigReader
-    takes_partial_ropes: bool = False  # that turn a part of each head only
+    takes_partial_ropes: bool = False  # whether a RoPE may turn only a part of each head
     # Reads the fields that need more than one key.
     read_rest: Callable[[ConfigReader], dict[str, Any]]
-    # Writes those, and the constants of the format.
+    # Writes these fields, and the constants of the format.
     write_rest: Callable[[DFlashConfig], dict[str, Any]]
-    # Yields "field = value (reason)" per field that could be written and read again, and other readers misunderstand.
+    # Yields "field = value (reason)" per field that would be read back unchanged, but that other readers
+    # misunderstand.
     refuse: Callable[[DFlashConfig], Iterator[str]] = lambda config: iter(())
     neutral: Mapping[str, Neutral] = field(default_factory=dict[str, Neutral])
-    # Parts stored weights that hold several of ours, beside the parsed config.json; and joins them again.
+    # Splits stored weights that hold several of ours, with the parsed config.json. `put_together` joins them again.
     take_apart: Callable[[dict[str, Stored], Mapping[str, Any]], dict[str, Stored]] = (
         lambda stored, config: stored
     )
@@ -318,13 +320,13 @@ class CheckpointFormat:
         weights
     )
     ignored: frozenset[str] = frozenset()  # keys that make no difference to a draft
-    # Weights not loaded: copies of the target's, or what follows from others
+    # Weights that are not loaded: copies of the target's, or weights that follow from others.
     dropped: frozenset[str] = frozenset()
-    # Returns, by the format's names, weights that follow from the draft's, to be saved too.
+    # Returns further weights to save, by the format's names. They follow from the draft's weights.
     derive: Callable[[DFlashConfig, Mapping[str, Tensor]], dict[str, Tensor]] = (
         lambda config, weights: {}
     )
-    # Whether drafts bring an embedding and a head: all, none, or (None) some
+    # Whether drafts have their own embedding and head: all drafts, none, or (None) some.
     has_vocabulary: bool | None = None
     # Writes the target's name and architectures into a written config.
     name_target: Callable[[dict[str, Any], str, list[str]], None] = (
@@ -334,11 +336,12 @@ class CheckpointFormat:
     def read_config(
         self, config: Mapping[str, Any], weights: frozenset[str] = frozenset()
     ) -> dict[str, Any]:
-        """Returns the fields of `DFlashConfig` that a parsed `config.json` states or implies beside these weights.
+        """Returns the fields of `DFlashConfig` that a parsed `config.json` states or implies, together with `weights`.
 
-        Raises `ValueError` if a key is unknown, missing, contradicts another or belongs to an unsupported variant.
+        Raises `ValueError` if a key is unknown or missing, contradicts another key, or belongs to an unsupported
+        variant.
         """
-        # Known schemes are undone as the weights are read; others are refused.
+        # Weights of known schemes are dequantised when they are read. Other schemes are refused here.
         scheme_of(config)
         reader = ConfigReader(config, self.section, weights)
         reader.unread -= self.ignored
@@ -348,7 +351,7 @@ class CheckpointFormat:
             require(value in allowed, what, value, f"not supported here: {meaning}")
         values = {key.ours: reader.take(*key.places, default=key.default) for key in self.keys}
         values |= {"dtype": reader.take_dtype(), **self.read_rest(reader)}
-        if reader.unread:  # ignoring one could change what the draft computes
+        if reader.unread:  # to ignore one of these keys could change what the draft computes
             raise ValueError(
                 f"expected only known keys in a config.json of the format {self.name!r}, got also "
                 f"{shown(sorted(reader.unread))}; remove a key only if the draft computes the same "
@@ -366,9 +369,9 @@ class CheckpointFormat:
     ) -> dict[str, Any]:
         """Returns this format's `config.json` for a draft whose `weights` (our names) are stored as `dtype`.
 
-        `has_target` says whether the draft's target was asked for what the draft does not hold.
+        `has_target` says whether the target has filled in the values that the draft does not hold.
 
-        Raises `ValueError`, naming the fields, if the format cannot express it.
+        Raises `ValueError`, which names the fields, if the format cannot express the draft.
         """
         wrong = [
             f"{name} = None (its readers need it)"
@@ -376,13 +379,13 @@ class CheckpointFormat:
             if getattr(config, name) is None
         ]
         if config.layer_family not in self.layer_families:
-            # Not read back: its RoPE may be one that the format refuses without naming a field.
+            # The config is not read back, because the format may refuse its RoPE without naming a field.
             wrong.append(
                 f"layer_family = {config.layer_family!r} (its layers are {' or '.join(self.layer_families)})"
             )
         rope = config.rope_parameters
         if "partial_rotary_factor" in rope and not self.takes_partial_ropes:
-            # Not read back either.
+            # The config is not read back in this case either.
             wrong.append(f"rope_parameters = {shown(rope)} (its readers turn whole heads)")
         out: dict[str, Any] = {"dtype": dtype}
         if not wrong:
@@ -417,18 +420,18 @@ class CheckpointFormat:
         return out
 
     def our_name(self, theirs: str) -> str:
-        """Returns our name of one of this format's weights."""
+        """Returns our name for one of this format's weights."""
         return self.renamed.get(theirs, theirs)
 
     def their_name(self, ours: str) -> str:
-        """Returns this format's name of one of our weights."""
+        """Returns this format's name for one of our weights."""
         return next((theirs for theirs, own in self.renamed.items() if own == ours), ours)
 
 
 def make_config(values: Mapping[str, Any]) -> DFlashConfig:
-    """Builds the config of what a format said; raises `ValueError` for wrong types and fields that contradict."""
+    """Builds a draft's config from the fields that a format has read. Raises `ValueError` for invalid fields."""
     for name, value in values.items():
-        # One entry per layer, and perhaps the embeddings; checking the types of a million takes seconds.
+        # A list has one entry per layer, and perhaps one for the embeddings. To check a million types takes seconds.
         if isinstance(value, list):
             require(
                 len(value) <= MAX_LAYERS + 1,
@@ -460,14 +463,15 @@ ROPE_KEYS = frozenset(
         "high_freq_factor",
     }
 )
-# A target's image axes, copied into some drafts' configs. A draft's positions are plain indices: they do nothing.
+# The image axes of a target's RoPE, copied into some drafts' configs. A draft's positions are plain indices, so these
+# keys have no effect.
 IMAGE_ROPE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})
-# DSpark's names of the Markov head's weights -> ours.
+# DSpark's names of the Markov head's weights -> our names.
 MARKOV_WEIGHTS = {
     "markov_head.markov_w1.weight": "markov_head.markov_w1",
     "markov_head.markov_w2.weight": "markov_head.markov_w2",
 }
-# Weights and keys of DSpark's confidence head: it says how many proposals to verify, and no token.
+# Weights and keys of DSpark's confidence head. It says how many proposals to verify, and proposes no token.
 CONFIDENCE_WEIGHTS = frozenset({"confidence_head.proj.weight", "confidence_head.proj.bias"})
 CONFIDENCE_KEYS = frozenset(
     {
@@ -477,7 +481,7 @@ CONFIDENCE_KEYS = frozenset(
         "confidence_head_alpha",
     }
 )
-# What configs of Transformers carry about other things than a draft's function.
+# Keys of Transformers' configs that do not describe a draft's function.
 COMMON_IGNORED = frozenset(
     {
         "_commit_hash",

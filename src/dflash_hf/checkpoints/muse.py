@@ -1,9 +1,10 @@
-"""The format of Transformers' own DFlash draft, `MuseGlimmerAssistantModel` (the only one it has up to 5.24).
+"""This module defines the format of Transformers' own DFlash draft, `MuseGlimmerAssistantModel`.
 
-Never causal inside the block, no biases, no scales, raw rows of the target's embedding. Its sliding rule is
-`|q - k| <= w`: one wider than ours. Its config says nothing of the target's vocabulary and depth: `vocab_size` and
-`num_target_layers` come out as `None`, "not stated". Where a draft does state them, they are written as extra keys,
-which Transformers keeps and does not read.
+It is the only draft that Transformers has up to version 5.24. It is never causal inside the block, has no biases and
+no scales, and uses the rows of the target's embedding as they are. The rule of its window is `|q - k| <= w`, which is
+one token wider than ours. Its config does not contain the target's vocabulary and depth. So `vocab_size` and
+`num_target_layers` are read as `None`, "not stated". If a draft does state them, they are written as extra keys, which
+Transformers keeps but does not read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names of the checkpoint formats; what they are is in `checkpoints`, which needs torch."""
+"""This module lists the names of the checkpoint formats. `checkpoints` defines them, but needs torch."""
 
 from typing import Literal
 

@@ -1,9 +1,9 @@
-"""Weights of quantised drafts, made ordinary ones again as they are read.
+"""This module reads the weights of quantised drafts, and dequantises them while it reads.
 
-A draft is small, so nothing of it stays quantised: it computes what its dequantised weights compute, in their dtype.
-Known are compressed-tensors' layouts of integers and FP8 (`pack-quantized`, `int-quantized`, `float-quantized`,
-`naive-quantized`), and the FP8 of Transformers (`quant_method: fp8`). Quantised activations, which these configs may
-ask for too, are left in the draft's dtype.
+A draft is small, so no weight stays quantised. The draft computes with the dequantised weights, in their dtype. The
+supported formats are compressed-tensors' layouts of integers and FP8 (`pack-quantized`, `int-quantized`,
+`float-quantized`, `naive-quantized`) and the FP8 of Transformers (`quant_method: fp8`). These configs may also ask for
+quantised activations. The draft's activations stay in the draft's dtype.
 
 Source: compressed-tensors, `compressors/pack_quantized` and `compressors/naive_quantized`; Transformers,
 `integrations/finegrained_fp8.py`.
@@ -24,7 +24,7 @@ from dflash_hf.errors import is_a, require
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 ADVICE = "take the draft in bfloat16 or float32"
-# What a quantised layer has in place of a weight, or beside one, by the last part of its name.
+# The tensors that a quantised layer has instead of a weight or beside one, by the last part of their names.
 PARTS = (
     "weight",
     "weight_packed",
@@ -39,17 +39,17 @@ SCALES = ("weight_scale", "weight_scale_inv")
 class Scheme(NamedTuple):
     """How the weights of a draft are quantised."""
 
-    num_bits: int  # of a number
-    is_packed: bool  # whether numbers lie side by side in int32
+    num_bits: int  # bits of a number
+    is_packed: bool  # whether several numbers are packed into one int32
     block: (
         tuple[int, int] | None
-    )  # rows and columns that share a scale; `None` where scales tell by their shape
+    )  # rows and columns that share a scale; `None` if the shape of the scales says this
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """Returns the scheme that a parsed `config.json` names; `None` where the draft is not quantised.
+    """Returns the scheme that a parsed `config.json` names; `None` if the draft is not quantised.
 
-    Raises `ValueError` if it is one that is not known here.
+    Raises `ValueError` if the scheme is not supported.
     """
     given: Any = config.get("quantization_config")
     if not given:
@@ -80,7 +80,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _of_weights(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns how compressed-tensors' config says that weights are quantised, which has to be one way for all."""
+    """Returns how weights are quantised, by compressed-tensors' config. All weights must have the same scheme."""
     groups: Any = given.get("config_groups")
     require(
         isinstance(groups, dict) and bool(groups),
@@ -111,7 +111,7 @@ def _block(size: Any) -> tuple[int, int] | None:
 
 
 class QuantisedTensor(NamedTuple):
-    """A weight that is read from several tensors of a file; it stands in for a [`StoredTensor`]."""
+    """A weight that is read from several tensors of a file. It replaces a [`StoredTensor`]."""
 
     parts: Mapping[str, StoredTensor]  # by the last part of their names
     name: str  # of the weight
@@ -119,12 +119,12 @@ class QuantisedTensor(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """The file of the numbers."""
+        """The file with the quantised numbers."""
         return self._numbers.file
 
     @property
     def dtype(self) -> str:
-        """The dtype of the dequantised weight, as safetensors spells it: that of its scales."""
+        """The dtype of the dequantised weight, in the spelling of safetensors. It is the dtype of the scales."""
         return self._scale.dtype
 
     @property
@@ -144,7 +144,7 @@ class QuantisedTensor(NamedTuple):
         return scale
 
     def read(self) -> Tensor:
-        """Reads and dequantises the weight, onto the CPU: `(number - zero point) * scale`."""
+        """Reads the weight onto the CPU and dequantises it: `(number - zero point) * scale`."""
         rows, columns = self.shape
         numbers = self._numbers.read()
         if self.scheme.is_packed:
@@ -154,14 +154,17 @@ class QuantisedTensor(NamedTuple):
         if "weight_zero_point" in self.parts:
             zero = self.parts["weight_zero_point"].read()
             if self.scheme.is_packed:
-                # Zero points are packed down the rows.
+                # Zero points are packed along the rows.
                 zero = unpacked(zero.T, self.scheme.num_bits, rows).T
             found = found - self._spread(zero, rows, columns)
         found = found * self._spread(scale, rows, columns)
         return found.to(scale.dtype)
 
     def _spread(self, values: Tensor, rows: int, columns: int) -> Tensor:
-        """Returns values of blocks, rows or groups of columns, in float32, for each number: `[rows, columns]`."""
+        """Expands values of blocks, rows or groups of columns to one float32 per number, `[rows, columns]`.
+
+        A single value is returned as `[1, 1]`.
+        """
         values = values.to(torch.float32)
         if values.numel() == 1:
             return values.reshape(1, 1)
@@ -175,16 +178,16 @@ class QuantisedTensor(NamedTuple):
 
 
 def unpacked(packed: Tensor, num_bits: int, columns: int) -> Tensor:
-    """Returns the signed numbers `[rows, columns]` that int32s `[rows, words]` hold, the first in the lowest bits."""
+    """Returns the signed numbers `[rows, columns]` in int32s `[rows, words]`, whose lowest bits hold the first."""
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=packed.device)
-    # An arithmetic shift fills with the sign, which the mask cuts off.
+    # An arithmetic shift fills up with the sign bit. The mask removes these bits.
     numbers = (packed[:, :, None] >> shifts) & (2**num_bits - 1)
-    # They are stored with an offset, so that none is negative.
+    # The numbers are stored with an offset, so that none is negative.
     return numbers.flatten(1)[:, :columns] - 2 ** (num_bits - 1)
 
 
 class StoredRows(NamedTuple):
-    """Some rows of a stored weight, which is several of a draft's."""
+    """Some rows of a stored weight that holds several weights of a draft."""
 
     whole: StoredTensor | QuantisedTensor
     start: int
@@ -192,34 +195,34 @@ class StoredRows(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """The file that holds it."""
+        """The file that contains the whole weight."""
         return self.whole.file
 
     @property
     def name(self) -> str:
-        """The name there, of the whole weight."""
+        """The name of the whole weight in the file."""
         return self.whole.name
 
     @property
     def dtype(self) -> str:
-        """As safetensors spells it."""
+        """The dtype, in the spelling of safetensors."""
         return self.whole.dtype
 
     def read(self) -> Tensor:
-        """Returns a copy of the rows, on the CPU; the whole weight is read for them."""
+        """Returns a copy of the rows, on the CPU. The whole weight is read for this."""
         return self.whole.read()[self.start : self.start + self.shape[0]].clone()
 
 
-# A tensor of a checkpoint, not read yet.
+# A tensor of a checkpoint that has not been read yet.
 Stored = StoredTensor | QuantisedTensor | StoredRows
 
 
 def dequantised(
     stored: Mapping[str, StoredTensor], scheme: Scheme, source: object
 ) -> dict[str, Stored]:
-    """Returns the tensors of a checkpoint by name, with one in place of the parts of each quantised weight.
+    """Returns the tensors of a checkpoint by name, with one tensor for all the parts of each quantised weight.
 
-    Nothing is read but shapes. Raises `ValueError` if a quantised weight lacks a part, or parts do not fit.
+    Only shapes are read. Raises `ValueError` if a quantised weight lacks a part, or if its parts do not fit together.
     """
     by_layer: dict[str, dict[str, StoredTensor]] = {}
     found: dict[str, Stored] = {}
@@ -239,7 +242,7 @@ def dequantised(
 
 
 def _checked(weight: QuantisedTensor, source: object) -> QuantisedTensor:
-    """Returns a quantised weight whose parts are there and fit one another."""
+    """Returns a quantised weight after checking that its parts are there and fit together."""
     needed = {"weight_packed", "weight_shape"} if weight.scheme.is_packed else {"weight"}
     names = sorted(weight.parts)
     scales = [name for name in SCALES if name in weight.parts]

@@ -1,11 +1,12 @@
-"""The format of vLLM's speculators (`speculators_model_type` "dflash" or "dspark"), which vLLM serves.
+"""This module defines the format of speculators (`speculators_model_type` "dflash" or "dspark"), which vLLM serves.
 
-The draft's decoder is a section `transformer_layer_config`, a Qwen3 or Llama config. Conventions: taps are stored as
-indices into `hidden_states`, one more than ours; sliding layers see the last `sliding_window` tokens before the anchor
-and are causal inside the block unless `sliding_window_non_causal`; `d2t` holds offsets, so that row `i` of a reduced
-head is token `i + d2t[i]`, and `t2d` marks those tokens. Nothing in the config says whether the embedding and the head
-are there: releases up to 0.8 save copies of the target's, 0.9 only a reduced head. Rows of the embedding are raw.
-DSpark's configs say since July 2026 whether the anchor's slot proposes; those before were trained without it.
+The config of the draft's decoder is in the section `transformer_layer_config`, and is a Qwen3 or Llama config. Taps
+are stored as indices into `hidden_states`, which are one more than ours. Sliding layers see the last `sliding_window`
+tokens before the anchor, and are causal inside the block unless `sliding_window_non_causal` is true. `d2t` holds
+offsets: row `i` of a reduced head is token `i + d2t[i]`. `t2d` marks these tokens. The config does not say whether the
+checkpoint contains the embedding and the head. Releases up to 0.8 save copies of the target's, and 0.9 saves only a
+reduced head. Rows of the embedding are used as they are. Since July 2026, DSpark's configs say whether the anchor's
+slot proposes. Earlier drafts were trained without this.
 Sources: speculators 0.9 `models/dflash/config.py`, `core.py`, `attention.py`, `model.py::DraftVocabMixin`,
 `models/dspark/config.py`.
 """
@@ -36,7 +37,7 @@ from dflash_hf.errors import is_a, require
 
 MODEL_TYPE = "dflash"
 DSPARK = "dspark"
-# Of its config class, where the config does not state it.
+# The default of speculators' config class, for a config that does not state the rank.
 DSPARK_RANK = 256
 SECTION = "transformer_layer_config"
 DECODERS = ("qwen3", "llama")
@@ -50,7 +51,7 @@ KEYS = (
             "target_hidden_size": None,
         }
     ),
-    # Our own additions, which speculators keeps and does not read.
+    # These keys are our own additions. speculators keeps them but does not read them.
     *plain_keys({"num_target_layers": None, "raw_input_embeddings": True}, optional=True),
 )
 
@@ -90,14 +91,14 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
     return {
         **layers,
         "head_dim": reader.take(f"{SECTION}.head_dim", default=head_dim),
-        "window_from_anchor": True,  # where a layer slides
+        "window_from_anchor": True,  # for layers that slide
         "is_causal": [
             kind == "sliding_attention" and not non_causal for kind in layers["layer_types"]
         ],
         "target_layer_ids": [index - 1 for index in taps],
         "rope_parameters": reader.take_rope(QWEN3_THETA, f"{SECTION}."),
         "draft_vocab_size": size,
-        # What is in the file decides whether the target's embedding and head are used.
+        # The file decides whether the draft uses its own embedding and head or the target's.
         "own_embed_tokens": "embed_tokens.weight" in reader.weights,
         "own_lm_head": is_reduced or "lm_head.weight" in reader.weights,
         "markov_rank": rank,
@@ -131,7 +132,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         },
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "aux_hidden_state_layer_ids": [index + 1 for index in config.target_layer_ids],
-        # Of sliding layers, says the format; vLLM 0.33 takes it for all layers.
+        # The format means sliding layers only. vLLM 0.33 applies the key to all layers.
         "sliding_window_non_causal": not any(config.is_causal),
         "tie_word_embeddings": False,
         SECTION: {
@@ -148,7 +149,7 @@ def _refuse(config: DFlashConfig) -> Iterator[str]:
 
 
 def _derive(config: DFlashConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`t2d`: which tokens of the target's vocabulary the reduced head knows, bool `[V]`."""
+    """Returns `t2d`: which tokens of the target's vocabulary the reduced head knows, bool `[V]`."""
     if not config.draft_vocab_size or not config.vocab_size:
         return {}
     offsets = weights["d2t"]
@@ -178,7 +179,7 @@ SPECULATORS = CheckpointFormat(
     refuse=_refuse,
     ignored=COMMON_IGNORED
     | {f"{SECTION}.{key}" for key in COMMON_IGNORED - {"model_type"}}
-    # Its MLP is Qwen3's, without a bias
+    # The draft's MLP is Qwen3's, without a bias.
     | {f"{SECTION}.{key}" for key in ("mlp_bias", "pretraining_tp")}
     | {"speculators_version"}
     | CONFIDENCE_KEYS,

@@ -1,10 +1,11 @@
-"""The format of z-lab's checkpoints, which SpecForge and NVIDIA Model-Optimizer export too.
+"""This module defines the format of z-lab's checkpoints, which SpecForge and NVIDIA Model-Optimizer export too.
 
-A Qwen3 config with a section `dflash_config`, and the bare draft without embedding and head. Conventions: layer ids
-are 0-based layers whose output is tapped, `block_size` counts the anchor, a window of `w` means `q - k < w`. With a
-`markov_rank` it is a DSpark draft of SpecForge's or Model-Optimizer's, whose anchor's slot proposes too unless a key
-says otherwise. Sources: z-lab `dflash/model.py` 0.1.0, both classes; Model-Optimizer's
-`hf_spec_export.py::DFlashExporter` for `use_swa` and `causal`; SGLang `dspark_components/dspark_config.py` for DSpark.
+The config is a Qwen3 config with a section `dflash_config`. The weights are the bare draft without embedding and head.
+Layer ids are 0-based numbers of the layers whose outputs are tapped, `block_size` counts the anchor, and a window of
+`w` means `q - k < w`. A config with a `markov_rank` belongs to a DSpark draft of SpecForge or Model-Optimizer. The
+anchor's slot of such a draft proposes too, unless a key says otherwise. Sources: z-lab `dflash/model.py` 0.1.0, both
+classes; Model-Optimizer's `hf_spec_export.py::DFlashExporter` for `use_swa` and `causal`; SGLang
+`dspark_components/dspark_config.py` for DSpark.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ KEYS = (
     *plain_keys({"vocab_size": None, **QWEN3_KEYS}),
     Key("block_size", 16, _both("block_size"), written=1),
     Key("num_target_layers", None, _both("num_target_layers"), written=1),
-    # The last name is vLLM's for the token of all drafts that propose in parallel.
+    # The last name is vLLM's name for this token in all drafts that propose in parallel.
     Key("mask_token_id", REQUIRED, (*_both("mask_token_id"), "pard_token")),
     Key("target_layer_ids", None, _both("target_layer_ids")),
     Key("input_embedding_scale", 1.0, _both("input_embedding_scale"), optional=True),
     Key("output_multiplier", 1.0, _both("output_multiplier"), optional=True),
     Key("final_logit_softcapping", None, _both("final_logit_softcapping"), optional=True),
-    # Our own addition; z-lab's code always looks rows up in the weight and ignores the key.
+    # This key is our own addition. z-lab's code always looks rows up in the weight and ignores the key.
     Key("raw_input_embeddings", False, _both("raw_input_embeddings"), optional=True),
     *(Key(name, None, _both(name), optional=True) for name in DFLASH2_FIELDS),
-    # MiMo's and NVIDIA's drafts. The second name is that of MiMo's targets.
+    # For MiMo's and NVIDIA's drafts. The second name is that of MiMo's targets.
     Key(
         "attention_sink_bias",
         False,
@@ -76,9 +77,9 @@ NEUTRAL: dict[str, Neutral] = {
 }
 
 
-# Of training: they change nothing of what a draft computes.
+# Keys of training, which do not change what a draft computes.
 TRAINING_KEYS = frozenset(_both("num_anchors", "loss_decay_gamma"))
-# All say whether attention inside the block is causal, on every layer; the last ones are JetSpec's and NVIDIA's.
+# Each key says whether attention inside the block is causal, for all layers. The last ones are JetSpec's and NVIDIA's.
 CAUSALITY = (
     "is_causal",
     *(f"{SECTION}.{name}" for name in ("is_causal", "causal", "causal_head")),
@@ -88,7 +89,7 @@ CAUSALITY = (
 
 
 def _read_rest(reader: ConfigReader) -> dict[str, Any]:
-    """Reads RoPE and, per layer, the window and the causality: five keys that qualify each other."""
+    """Reads RoPE, and the window and causality of each layer. The keys for the latter two depend on each other."""
     _refuse_adapter(reader)
     taps = reader.take(*_both("target_layer_ids"), default=None)
     reader.take_layers_above(taps)
@@ -123,7 +124,7 @@ def _read_rest(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _take_rope(reader: ConfigReader) -> dict[str, Any]:
-    """Takes the RoPE, which may turn a part of each head, and for all tokens alike."""
+    """Takes the RoPE. It may turn a part of each head, but must turn all tokens in the same way."""
     rope = reader.take_rope(QWEN3_THETA, takes_parts=True)
     theta = rope["rope_theta"]
     base = reader.take(*_both("backbone_rotary_base"), default=theta)
@@ -137,7 +138,7 @@ def _take_rope(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _refuse_adapter(reader: ConfigReader) -> None:
-    """Raises `ValueError` for JetSpec's linear map between a target's width and the draft's."""
+    """Raises `ValueError` for a draft with JetSpec's linear map between the target's width and the draft's."""
     adapter = sorted(name for name in reader.weights if name.startswith("hidden_dim_adapter."))
     what = "a draft that takes the target's states as they are"
     action = "this adapter of JetSpec's is not supported; take a draft trained for the target"
@@ -145,7 +146,7 @@ def _refuse_adapter(reader: ConfigReader) -> None:
 
 
 def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
-    """Reads the rank of a Markov head, and whether the anchor's slot proposes, as it may beside such a head alone."""
+    """Reads the rank of a Markov head, and whether the anchor's slot proposes. The latter needs such a head."""
     ranks = (*_both("markov_rank"), "dspark_markov_rank")
     kinds = (*_both("markov_head_type"), "dspark_markov_head_type")
     rank = reader.take_markov_rank(*ranks, kinds=kinds)
@@ -157,7 +158,7 @@ def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
     action = "SpecForge has heads of other kinds, which are not supported here; 'dspark' needs a markov_rank"
     require(projector in names, what, projector, action)
     proposes = reader.stated(*_both("sample_from_anchor", "shift_label"))
-    # The same, said the other way round.
+    # This key has the opposite meaning.
     proposes |= {
         f"not {place}": not value
         for place, value in reader.stated(*_both("dspark_bonus_anchor")).items()
@@ -175,7 +176,7 @@ def _read_dspark(reader: ConfigReader) -> dict[str, Any]:
 
 
 def _take_causality(reader: ConfigReader) -> bool | None:
-    """Takes whether attention inside the block is causal; `None` if nothing says it."""
+    """Takes whether attention inside the block is causal; `None` if no key says it."""
     stated = reader.stated(*CAUSALITY)
     if True in stated.values() and False in stated.values():
         raise ValueError(
@@ -191,7 +192,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
     theta = rope.pop("rope_theta")
     part = rope.pop("partial_rotary_factor", None)
     written: dict[str, Any] = {
-        # The readers choose their class by it.
+        # The readers choose their class by this key.
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **qwen3_layers(config),
@@ -204,7 +205,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
         written["architectures"] = ["DFlash2DraftModel"]
     if config.is_dspark:
         written |= _written_dspark(config)
-    # Without the key the layers follow z-lab's rule: sliding means causal.
+    # Without the key, the layers follow z-lab's rule: sliding layers are causal.
     if len(set(config.is_causal)) == 1:
         written["is_causal"] = config.is_causal[0]
     if rope == {"rope_type": "default"}:
@@ -213,7 +214,7 @@ def _write_rest(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _written_dspark(config: DFlashConfig) -> dict[str, Any]:
-    """Returns the keys of a Markov head: SGLang and vLLM read those outside the section, TensorRT-LLM the others."""
+    """Returns the keys of a Markov head. SGLang and vLLM read those outside the section, TensorRT-LLM those inside."""
     head = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
     return {
         "architectures": ["Qwen3DSparkModel"],

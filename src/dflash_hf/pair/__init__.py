@@ -1,2 +1,1 @@
-"""This package loads a target with its draft, answers prompts with both, and compares the answers with the
-target's."""
+"""This package loads a target with its draft, answers prompts, and compares the answers with the target's own."""

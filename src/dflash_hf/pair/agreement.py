@@ -1,11 +1,9 @@
 """This module finds where two answers of one target differ, and whether rounding explains the difference.
 
 All comparisons of the package use this definition. A verify is a wider forward than a step of plain decoding, and
-rounds
-in another order. If two tokens are nearly as good, either of them may get the best score. This is a tie if a more
-exact
-computation than the target's own finds the worse token at most as far below the best one as the target's rounding
-reaches.
+rounds in another order. If two tokens are nearly as good, either of them may get the best score. This is a tie if a
+more exact computation than the target's own finds the worse token at most as far below the best one as the target's
+rounding reaches.
 """
 
 from __future__ import annotations
@@ -91,15 +89,13 @@ def agreement(
 
     Args:
         target (`PreTrainedModel`): The model that wrote both answers.
-        inputs (`dict[str, torch.Tensor]`): The prompt as the target took it, one row: `input_ids` and
-            `attention_mask` `[1, S]`, and the inputs of its images.
+        inputs (`dict[str, torch.Tensor]`): The prompt as the target took it, one row: `input_ids` and `attention_mask`
+            `[1, S]`, and the inputs of its images.
         plain, drafted (sequence of `int`): Tokens of the answers, including end tokens but no padding.
         reference (`PreTrainedModel`, *optional*): The model from [`reference_for`]. Pass it if you compare many
-            answers.
-            By default it is made when it is needed, and dropped afterwards.
+            answers. By default it is made when it is needed, and dropped afterwards.
         seed (`int`, *optional*): The seed that was given to `torch.manual_seed` before each of two sampled answers.
-            Both
-            answers were decoded with a draft, one of them with block size 1, and each alone in its batch.
+            Both answers were decoded with a draft, one of them with block size 1, and each alone in its batch.
         settings: Arguments of the `generate` calls, for sampling and logits processors. Lengths do not matter.
 
     Raises:
@@ -164,8 +160,8 @@ def reference_for(target: PreTrainedModel) -> PreTrainedModel:
     """Returns the model that measures margins: a float32 copy of a target in half precision, else the target itself.
 
     The copy is made on the target's device. There is no copy if it would take more than half of the free memory there,
-    or
-    if the weights are not plain tensors on one device. Then the log says why, and the target itself measures margins.
+    or if the weights are not plain tensors on one device. Then the log says why, and the target itself measures
+    margins.
     """
     if target.dtype not in HALF:
         return target
@@ -219,8 +215,7 @@ def _scores(
 
     The size is the larger of two numbers: the best logit, and its distance from the median. It is scaled as the scores
     are. Rounding of stored values grows with the first number, and errors of the hidden states grow with the second.
-    The
-    first number alone is not enough, because a target may have its best logits near 0.
+    The first number alone is not enough, because a target may have its best logits near 0.
     """
     model: Any = reference
     ids = inputs["input_ids"]

@@ -103,8 +103,7 @@ def tokenizer_of(processor: Processor) -> PreTrainedTokenizerBase:
 
 
 def rendered(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text of messages in the chat template; empty if the template refuses them or there is no
-    template."""
+    """Returns the text of messages in the chat template; empty if there is no template or it refuses them."""
     either = cast(Any, processor)
     try:
         return str(either.apply_chat_template(messages, tokenize=False))
@@ -151,8 +150,7 @@ def encode_prompts(
 
     Raises:
         ValueError: If there are images, but no processor or no template; if an image cannot be read; or if the
-            template
-            refuses the conversation.
+            template refuses the conversation.
     """
     tokenizer = tokenizer_of(processor)
     either = cast(Any, processor)
@@ -266,11 +264,10 @@ def compare_with_plain(
 ) -> Comparison:
     """Answers a prompt again without the draft, with the same settings of `generate`, and compares the answers.
 
-    The prompt is answered by plain `generate`, and by this package's own loop without a draft. Only the time of the
-    second counts: a difference between the two is not a gain of the draft. Sampled answers are compared with the
-    second
-    one, which is plain sampling with the same keyed noise. They cannot be compared with plain `generate`, because
-    Transformers' own sampler draws its noise in another order. See [`check_comparable`].
+    The prompt is answered by plain `generate`, and by this package's own loop without a draft. The loop's time is
+    needed because a difference between these two is not a gain of the draft. Sampled answers are compared with the
+    loop's answer, which is plain sampling with the same keyed noise. They cannot be compared with plain `generate`,
+    because Transformers' own sampler draws its noise in another order. See [`check_comparable`].
     """
     check_comparable(draft, settings)
     inputs = answered.inputs

@@ -99,8 +99,7 @@ def config_of_target(target: str) -> PreTrainedConfig:
     """Reads a target's config.
 
     Raises `ValueError` if the config belongs to a draft (in any format), if Transformers does not know the model, or
-    if
-    the model is neither a causal language model nor an image-text-to-text model.
+    if the model is neither a causal language model nor an image-text-to-text model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -200,8 +199,7 @@ def load_target(
     """Loads a target, and its processor or tokenizer, from a folder or a Hub id.
 
     If the config belongs to an image-text-to-text model, this model is loaded with its processor. Otherwise, the
-    causal
-    language model is loaded with its tokenizer.
+    causal language model is loaded with its tokenizer.
 
     Args:
         target (`str`): Folder or Hub id.
@@ -210,8 +208,7 @@ def load_target(
 
     Raises:
         ValueError: If the target does not exist, is a draft, does not load, has no tokenizer or lacks weights; if
-            there
-            is no such dtype or device; or if Pillow is missing for a target that takes images.
+            there is no such dtype or device; or if Pillow is missing for a target that takes images.
     """
     import torch
 
@@ -232,9 +229,8 @@ def load_weights(model_class: Any, place: str, **options: Any) -> PreTrainedMode
     """Loads a model by an auto class, with options of its `from_pretrained`. See [`loaded`] for damaged files.
 
     Raises `ValueError` if weights or stored buffers are in no file, because Transformers would continue with new
-    values
-    for them. For a quantised model, only names that end in `.weight` are checked. Biases and experts that share one
-    tensor are not.
+    values for them. For a quantised model, only names that end in `.weight` are checked. Biases and experts that share
+    one tensor are not.
     """
 
     def read() -> PreTrainedModel:

@@ -19,8 +19,7 @@ class _Groups(DistributedConfig):
     """The config of several groups of processes, each of which holds a whole target.
 
     Transformers takes the groups for replicas. It would also wrap their weights in FSDP, which adds up the gradients
-    of
-    replicas. That is not needed, because a target is frozen and has no gradients.
+    of replicas. That is not needed, because a target is frozen and has no gradients.
     """
 
     @property
@@ -44,8 +43,7 @@ def load_shared_target(
 
     Raises:
         ValueError: If the target's sizes are no multiples of `num_ranks`, if Transformers is too old for several
-            groups,
-            or for one of the reasons of [`load_target`].
+            groups, or for one of the reasons of [`load_target`].
     """
     model_class, processor = checked_files(target, dtype, "auto")
     check_sizes(config_of_target(target), num_ranks)

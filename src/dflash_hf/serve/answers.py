@@ -154,8 +154,7 @@ class Answer:
         stops (`StopReader`): Cuts the text off at a stop text.
         markup (`MarkupReader`): Splits the text into pieces.
         has_parallel_calls (`bool`): Whether the answer may contain more than one call. Otherwise, calls after the
-            first
-            one are dropped.
+            first one are dropped.
     """
 
     text: TextReader

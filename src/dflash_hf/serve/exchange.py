@@ -1,5 +1,4 @@
-"""This module connects one request with the engine: it submits jobs, and returns their answers whole or as a
-stream."""
+"""This module connects a request with the engine. It submits jobs and returns answers, whole or as a stream."""
 
 from __future__ import annotations
 

@@ -24,9 +24,8 @@ from dflash_hf.serve.refusal import Refusal, has_whole_characters, need
 
 MAX_FORM = 262_144  # letters
 # llguidance goes down by recursion from each rule of a form to the next one, and needs about 16 KB of stack per rule.
-# A
-# form of `MAX_FORM` letters has up to ten thousand rules, and a stack that is too small ends the process. Unused pages
-# of a stack take no memory.
+# A form of `MAX_FORM` letters has up to ten thousand rules, and a stack that is too small ends the process. Unused
+# pages of a stack take no memory.
 STACK_BYTES = 2**29
 # White space between the parts of JSON: one space, or a new line with spaces. Without a bound a sample may never end.
 LAYOUT = {"whitespace_pattern": r" ?|\n {0,32}"}
@@ -135,8 +134,7 @@ class Form:
 
 
 def compiled(grammar: str, pair: Pair, param: str) -> Any:
-    """Returns llguidance's automaton of a form. A thread with a stack that is large enough for any form compiles
-    it."""
+    """Returns llguidance's automaton of a form. A thread with a large stack compiles it, because forms may be deep."""
     make = library(param).LLMatcher
     tokens = vocabulary(pair, param)
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -160,8 +158,7 @@ def library(param: str) -> Any:
 
 
 def vocabulary(pair: Pair, param: str) -> Any:
-    """Returns the target's tokens in llguidance's form, made once. Raises `Refusal` if the tokenizer is not a fast
-    one."""
+    """Returns the target's tokens in llguidance's form, made once. Raises `Refusal` for a slow tokenizer."""
     what = f"a target with a fast tokenizer for {param}"
     kind = type(pair.tokenizer).__name__
     is_fast = isinstance(pair.tokenizer, PreTrainedTokenizerFast)
@@ -180,8 +177,7 @@ def response_form(
     """Returns the form that `response_format` or `structured_outputs` asks for; None if neither asks for one.
 
     Under `response_format`, an answer may consist of calls of `tools` instead, as at OpenAI. This is possible only if
-    the
-    target's family has a form of calls.
+    the target's family has a form of calls.
     """
     asked = body.get("response_format", {"type": "text"})
     param = "response_format"

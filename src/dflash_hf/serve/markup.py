@@ -2,8 +2,7 @@
 
 Transformers' response templates say how a family marks these parts, and its `parse_response` reads the calls. This
 reader decides what that parser leaves open. A call counts only if it is closed and can be read. Everything else is
-text.
-White space next to marks is not text.
+text. White space next to marks is not text.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class Trimmed:
     """Text of one kind whose white space at both ends is held back.
 
     White space at the beginning is dropped. White space at the end is held back until more text comes or the answer
-    ends.
-    White space next to a mark is dropped.
+    ends. White space next to a mark is dropped.
     """
 
     held: str = ""

@@ -71,8 +71,7 @@ def read_messages(messages: Any, pair: Pair) -> list[dict[str, Any]]:
 
 
 def _known(turn: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a turn that are known. Clients may send unknown fields of earlier answers if they are
-    empty."""
+    """Returns the known fields of a turn. Clients may send unknown fields back to the server if they are empty."""
     for name, value in turn.items():
         is_known = name in TURN or value in ([], "")
         what = f"turns of {', '.join(TURN)}"
@@ -108,8 +107,7 @@ def _num_pixels(part: dict[str, Any]) -> int:
 
 
 def without_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns turns that [`read_messages`] has accepted, as they were sent, but without the images among their
-    parts."""
+    """Returns turns as they were sent, without the images among their parts. [`read_messages`] must have read them."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")

@@ -1,5 +1,4 @@
-"""This module counts for Prometheus. Names and meanings are vLLM's, so that vLLM's dashboards can read the
-counters."""
+"""This module counts for Prometheus, with vLLM's names and meanings, so that vLLM's dashboards can be used."""
 
 from __future__ import annotations
 

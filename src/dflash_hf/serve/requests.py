@@ -275,8 +275,7 @@ def _prompt_param(is_chat: bool) -> str:
 
 
 def _num_letters(value: Any) -> int:
-    """Counts the letters of all texts in a value. Names of fields count too, because templates write those of
-    arguments."""
+    """Counts the letters of all texts in a value. Names of fields count, because templates write argument names."""
     num_letters = 0
     # Recursion is avoided, because a value may be nested as deeply as JSON can be.
     left = [value]
@@ -409,8 +408,7 @@ def _sampling(
     num_top: int,
     num_columns: int,
 ) -> list[Sampling]:
-    """Returns how the tokens of each choice are chosen. If the request has a seed, choice `i` gets the seed plus
-    `i`."""
+    """Returns how the tokens of each choice are chosen. If there is a seed, choice `i` gets the seed plus `i`."""
     options: dict[str, Any] = {}
     temperature: Any = body.get("temperature")
     if body.get("do_sample"):

@@ -4,8 +4,7 @@ Everything happens in one thread, in turns ([`BatchEngine.turn`]): jobs join, al
     If
 the batch refuses a job, `generate` answers this job alone after the rows before it have ended. The jobs behind it wait
 until then, so that all jobs begin in the order in which they came. Only a job that the batch refuses while it reads
-the
-prompt begins later: it begins after all jobs that the batch has taken in by then.
+the prompt begins later: it begins after all jobs that the batch has taken in by then.
 """
 
 from __future__ import annotations
