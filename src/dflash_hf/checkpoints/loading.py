@@ -475,7 +475,7 @@ def _check_vocabulary(stored: Mapping[str, Stored], config: DFlashConfig, path: 
 
 
 def _check_finite(draft: torch.nn.Module, path: PathOrRepo) -> None:
-    """Raises `ValueError` if a weight is NaN or infinite. Otherwise, nothing would be accepted, without any message."""
+    """Raises `ValueError` if a weight is NaN or infinite. Nothing would be accepted, without any message."""
     wrong: list[str] = []
     for name, tensor in draft.named_parameters():
         # Offloaded weights are not in memory, and quantised weights cannot be summed in this way.

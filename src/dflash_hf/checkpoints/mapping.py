@@ -152,7 +152,8 @@ class ConfigReader:
     ) -> int | None:
         """Takes the rank of a DSpark draft's Markov head from `places`; `None` without a head.
 
-        `kinds` are places that may say the kind of the head. Raises `ValueError` if this is not DeepSpec's vanilla kind.
+        `kinds` are places that may say the kind of the head. Raises `ValueError` if this is not DeepSpec's vanilla
+        kind.
         """
         rank: int = self.take(*places, default=default, kind=int)
         head: Any = self.take(*kinds, default="vanilla")
@@ -178,7 +179,8 @@ class ConfigReader:
     def take_layers(self, *windows: str, section: str = "") -> dict[str, Any]:
         """Takes the fields `num_hidden_layers`, `layer_types` and `sliding_window`.
 
-        If `layer_types` is absent, `Qwen3Config`'s rule applies. The window may be in any of `windows`. The other keys are in the section; `section` includes its dot.
+        If `layer_types` is absent, `Qwen3Config`'s rule applies. The window may be in any of `windows`. The other keys
+        are in the section; `section` includes its dot.
         """
         num_layers = self.take_num_layers(f"{section}num_hidden_layers")
         window = self.take(*windows, default=None)

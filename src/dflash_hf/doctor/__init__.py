@@ -1,1 +1,1 @@
-"""What ruins a draft's acceptance without changing a text, and how it is found."""
+"""This package finds mistakes that ruin a draft's acceptance but do not change a text."""

@@ -1,8 +1,8 @@
-"""What silently ruins acceptance: a wrong setting never changes a text, it only makes the draft guess badly.
+"""This module finds out why a draft is not accepted. A wrong setting makes the draft guess badly, but changes no text.
 
-`diagnose` looks at config, weights and tokenizer, and measures: each setting is tried in other plausible forms on the
-target's own answers, and what accepts clearly more than the draft as configured is a finding. The best change is
-adopted and the rest tried again on top of it, so that one mistake does not look like several.
+`diagnose` checks config, weights and tokenizer, and measures. On the target's own answers, it tries other plausible
+forms of each setting. If a form accepts clearly more than the draft as configured, this is a finding. The best change
+is adopted, and the other settings are tried again on top of it, so that one mistake does not look like several.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["ok", "finding", "skipped"]
 
-# For a target with a chat template and no prompts of the user's own.
+# Used for a target with a chat template if the caller gives no prompts.
 PROMPTS: tuple[str, ...] = (
     "Hello! How are you today?",
     "What is 17 + 25 - 9? Show the steps.",
@@ -45,40 +45,39 @@ PROMPTS: tuple[str, ...] = (
     "Explain in three sentences why the sky is blue.",
     "Karin has 81 shells and gives away 32. How many are left?",
 )
-# Below this many tokens per verify next to nothing is accepted.
+# With fewer tokens per verify, almost nothing is accepted.
 NEAR_RANDOM = 1.3
 MAX_MASK_CANDIDATES = 12
-# Tokens that a draft of full layers is let see of a long text.
+# Numbers of the newest tokens to which the context of a draft with full attention is limited, in long texts.
 WINDOWS = (2048, 512)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
-    # What: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`, `"dtype"`,
-    # `"weights"`, `"vocabulary"`, `"precision"`, `"chat_template"`, `"thinking"` or `"other_target"`.
+    # What was checked: `"tap_offset"`, `"deepstack"`, `"mask_token"`, `"causality"`, `"sliding_window"`, `"rope"`,
+    # `"dtype"`, `"weights"`, `"vocabulary"`, `"precision"`, `"chat_template"`, `"thinking"` or `"other_target"`.
     name: str
     status: Status
     sentence: str  # what was found
     advice: str = ""  # what to do about a finding
-    # Setting -> mean tokens that a verify would commit, over all anchors.
+    # Setting -> mean number of tokens that a verify would commit, over all anchors.
     measured: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What `diagnose` found."""
+    """The result of `diagnose`."""
 
-    # Tokens per verify that greedy decoding has on the prompts, as configured; 0 where nothing could be measured. Of a
-    # chain.
+    # Tokens per verify of greedy decoding on the prompts, as configured, for a chain. 0 if nothing could be measured.
     acceptance_length: float
-    # What it was measured on: prompts, tokens of their answers.
+    # Number of prompts, and of the tokens of their answers, that were measured on.
     num_prompts: int
     num_tokens: int
     checks: list[Check]
-    # The same of a tree of as many tokens, of what the draft says alone; `None` for targets that cannot verify one,
-    # and where nothing could be measured.
+    # The same for a tree with as many tokens, from the draft's proposals alone. `None` if the target cannot verify a
+    # tree, or if nothing could be measured.
     tree_acceptance_length: float | None = None
 
     @property
@@ -96,7 +95,7 @@ class Diagnosis:
 
 
 class Trial(NamedTuple):
-    """Another plausible form of one setting: what it is called, what to do if it is the right one, and the change."""
+    """Another plausible form of one setting, with its label, the advice if it is the right one, and the change."""
 
     check: str
     label: str
@@ -114,21 +113,22 @@ def diagnose(
     max_new_tokens: int = 96,
     on_progress: Callable[[str], object] = lambda what: None,
 ) -> Diagnosis:
-    """Finds what keeps a draft from being accepted; target and draft are left as they are.
+    """Finds what keeps a draft from being accepted. Target and draft are not changed.
 
     Args:
         model (`PreTrainedModel`): The target.
         draft (`DFlashDraftModel`): Its draft.
-        processor (tokenizer or processor): The target's.
-        prompts (sequence of texts or conversations, *optional*): What to measure on: the more, the smaller the
-            differences that count as clear; with images where the target takes them. By default a few built-in
-            texts, if there is a chat template.
-        num_prompts (`int`, *optional*): How many of them to use, the built-in ones too; default all.
-        max_new_tokens (`int`): Longest answer in tokens.
-        on_progress (callable): Gets what is being done, as a few words, whenever that changes.
+        processor (tokenizer or processor): The target's tokenizer or processor.
+        prompts (sequence of texts or conversations, *optional*): The prompts to measure on. With more prompts, smaller
+            differences count as clear. They may contain images if the target takes images. The default is a few
+            built-in texts, if there is a chat template.
+        num_prompts (`int`, *optional*): How many of the prompts (also of the built-in ones) are used; default all.
+        max_new_tokens (`int`): Maximum number of tokens of an answer.
+        on_progress (callable): Gets a few words that say what is being done, whenever this changes.
 
     Raises:
-        ValueError: If the target cannot be drafted for at all, the draft is none, or there is nothing to measure on.
+        ValueError: If the target cannot be drafted for at all, `draft` is not a draft, or there is nothing to measure
+            on.
     """
     draft = unwrapped(draft)
     check_is_draft(draft)
@@ -164,7 +164,7 @@ def diagnose(
         model, [encode_prompt(processor, p, model.device) for p in prompts], max_new_tokens
     )
     longest = max(len(example.input_ids) - example.prompt_length() for example in examples)
-    # The first token of an answer is the prefill's: only those behind it are guessed
+    # The first token of an answer comes from the prefill. Only the tokens after it are guessed.
     if longest < 2:
         raise ValueError(
             "expected an answer of at least 2 tokens, got none; give other prompts, or a larger max_new_tokens"
@@ -192,7 +192,7 @@ def diagnose(
 def write_answers(
     model: PreTrainedModel, inputs: Sequence[dict[str, Tensor]], max_new_tokens: int
 ) -> list[Example]:
-    """Answers prompts of one row each with plain greedy `generate`, and returns prompt and answer together.
+    """Answers prompts of one row each with plain greedy `generate`. Returns prompt and answer together.
 
     Raises:
         ValueError: If a prompt has no token.
@@ -220,7 +220,7 @@ def write_answers(
 def _try_settings(
     probe: Probe, tokenizer: PreTrainedTokenizerBase, on_progress: Callable[[str], object]
 ) -> tuple[Setup, list[Check]]:
-    """Adopts the best clear gain until there is none; returns the setup that was reached, and a check per setting."""
+    """Adopts the best clear gain until there is none. Returns the setup that was reached, and a check per setting."""
     setup = Setup()
     base = probe.measure({})
     found: dict[str, Check] = {}
@@ -231,7 +231,7 @@ def _try_settings(
             on_progress(f"trying {trial.label}")
             result = probe.measure(setup | trial.change)
             results.setdefault(trial.check, {})[trial.label] = round(result.mean, 3)
-            # The more plausible forms come first: a later one has to be better by more than chance.
+            # The more plausible forms come first. A later form must be better by more than chance.
             if result.beats(base) and (best is None or result.mean > 1.02 * best[1].mean):
                 best = trial, result
         if best is None:
@@ -248,7 +248,7 @@ def _try_settings(
         logger.info("adopted %s: %s", trial.check, sentence)
 
 
-# Measured settings in the order of the report -> what there is to say where nothing could be tried.
+# Measured settings in the order of the report -> the sentence if nothing could be tried.
 EXPLAINED = {
     "tap_offset": "no neighbouring layers to tap",
     "deepstack": "no tap is where DeepStack adds features of an image, or no prompt has one",
@@ -261,7 +261,7 @@ EXPLAINED = {
 
 
 def _unchanged(probe: Probe, name: str, base: Measurement, tried: dict[str, float] | None) -> Check:
-    """The check of a setting of which no other form is clearly better."""
+    """Returns the check of a setting for which no other form is clearly better."""
     if tried is None:
         if name == "rope" and rope_of(probe.target.config) is None:
             return Check(name, "skipped", "the target has no RoPE to try")
@@ -278,7 +278,7 @@ def _unchanged(probe: Probe, name: str, base: Measurement, tried: dict[str, floa
 
 
 def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]:
-    """Every other plausible form of every setting, the likelier ones of each first."""
+    """Yields every other plausible form of every setting. For each setting, the more likely forms come first."""
     config = probe.draft.config
     for shift in (1, -1):
         ids = probe.shifted(shift)
@@ -306,7 +306,7 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
     for flags in others.values():
         if flags != now:
             label = f"is_causal {flags}"
-            # No config of another format says it for each layer.
+            # No config of another format can say this for each layer.
             advice = f"load the draft with load_draft(..., is_causal={flags})"
             if len(set(flags)) == 1:
                 label = f"is_causal {flags[0]}"
@@ -320,7 +320,7 @@ def _trials(probe: Probe, tokenizer: PreTrainedTokenizerBase) -> Iterator[Trial]
 
 
 def _window_trials(probe: Probe) -> Iterator[Trial]:
-    """No window where layers slide, `draft_window` where none does; no text shows a window that is not longer."""
+    """Yields no window if layers slide, otherwise values of `draft_window`. Texts must be longer than the window."""
     config = probe.draft.config
     count = config.num_hidden_layers
     longest = max(len(example.input_ids) for example in probe.examples)
@@ -332,7 +332,7 @@ def _window_trials(probe: Probe) -> Iterator[Trial]:
             "is_causal": config.is_causal,
         }
         advice = "set every entry of layer_types to 'full_attention'"
-        # Where it is left out, layers are causal because they slide.
+        # If `is_causal` is left out, layers are causal because they slide.
         if all(config.is_causal):
             advice += ", and is_causal to True"
         elif any(config.is_causal):
@@ -349,7 +349,7 @@ def _window_trials(probe: Probe) -> Iterator[Trial]:
             f"set draft.generation_config.draft_window = {window}: texts are longer than what the draft does well "
             "on, and it then sees the newest tokens only"
         )
-        # What `draft_window` does to full layers.
+        # This is the change that `draft_window` makes to full layers.
         change = {
             "sliding_window": window,
             "layer_types": ["sliding_attention"] * count,
@@ -360,9 +360,7 @@ def _window_trials(probe: Probe) -> Iterator[Trial]:
 
 
 def _rope_trials(probe: Probe) -> Iterator[Trial]:
-    """The target's RoPE, whole and with the draft's type kept, where it differs from the draft's; other parts of each
-    head that it turns.
-    """
+    """Yields RoPEs other than the draft's: over other parts of heads, with the target's theta, and the target's."""
     own = probe.draft.config.rope_parameters
     theirs = rope_of(probe.target.config)
     yield from _part_trials(probe)
@@ -375,9 +373,9 @@ def _rope_trials(probe: Probe) -> Iterator[Trial]:
         yield Trial(
             "rope", f"theta {theta:g}", advice, {"rope_parameters": {**own, "rope_theta": theta}}
         )
-    # Of one type too, of which the factor or another number may be another.
+    # RoPEs of the same type may still differ, for example in their factor.
     differs = {**own, "rope_theta": theta} != theirs
-    # A RoPE that turns parts of heads has no other type that does.
+    # There is no other type of RoPE that turns parts of heads.
     turns_part = "partial_rotary_factor" in own
     if differs and not turns_part:
         advice = f"set rope_parameters to {theirs}, the target's"
@@ -385,18 +383,18 @@ def _rope_trials(probe: Probe) -> Iterator[Trial]:
 
 
 def _part_trials(probe: Probe) -> Iterator[Trial]:
-    """Whole heads, and the part of each head that the target turns, where the draft may turn a part of each."""
+    """Yields RoPEs over whole heads and over the part that the target turns, if the draft may turn a part."""
     config = probe.draft.config
     own = config.rope_parameters
     is_plain = own["rope_type"] == "default" and config.layer_family == "qwen3"
     if not is_plain and own["rope_type"] != "proportional":
         return
     theirs: dict[str, Any] = getattr(probe.target.config, "rope_parameters", None) or {}
-    theirs = theirs.get("full_attention", theirs)  # where each kind of layer has its own
+    theirs = theirs.get("full_attention", theirs)  # if each kind of layer has its own RoPE
     now = own.get("partial_rotary_factor", 1.0)
     for part in dict.fromkeys((1.0, theirs.get("partial_rotary_factor") or 1.0)):
         turned = int(config.head_dim * part)
-        # RoPE turns pairs of channels.
+        # RoPE turns pairs of channels, so their number must be even.
         if part == now or turned == 0 or turned % 2:
             continue
         advice = f"set rope_parameters['partial_rotary_factor'] to {part:g}"
@@ -410,7 +408,7 @@ def _part_trials(probe: Probe) -> Iterator[Trial]:
 def mask_candidates(
     target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase
 ) -> list[int]:
-    """Ids that could have filled the blocks in training: the mask token, unused rows, other special tokens."""
+    """Returns ids that may have filled the blocks in training: the mask token, unused rows, other special tokens."""
     unused = [len(tokenizer), len(tokenizer) + 1, target.vocab_size - 1]
     special = sorted({*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}, reverse=True)
     ordered = [
@@ -433,7 +431,7 @@ def mask_candidates(
 def _check_vocabulary(
     target: Target, draft: DFlashDraftModel, tokenizer: PreTrainedTokenizerBase
 ) -> Check:
-    """Finds out if tokenizer, target and draft can mean the same ids."""
+    """Checks whether tokenizer, target and draft can mean the same ids."""
     rows = target.vocab_size
     size = len(tokenizer)
     mask = draft.config.mask_token_id
@@ -453,7 +451,7 @@ def _check_vocabulary(
 
 
 def _check_weights(draft: DFlashDraftModel) -> Check:
-    """Finds out if weights look trained: no NaN or infinity, no empty projection, no norm as it is initialised."""
+    """Checks whether weights look trained: no NaN or infinity, no weight of zeros, no norm as initialised."""
     wrong: list[str] = []
     for name, tensor in draft.named_parameters():
         if not bool(torch.isfinite(tensor).all()):
@@ -473,7 +471,7 @@ def _check_weights(draft: DFlashDraftModel) -> Check:
 
 
 def _check_precision(model: PreTrainedModel, draft: DFlashDraftModel) -> Check:
-    """Says whether the target is quantised as the one that the draft's files name."""
+    """Checks whether the target is quantised as the draft's files say."""
     fits, sentence = compare_precision(model, draft)
     if fits is None:
         return Check("precision", "skipped", sentence)
@@ -486,7 +484,7 @@ def _check_precision(model: PreTrainedModel, draft: DFlashDraftModel) -> Check:
 def _judged(
     name: str, wrong: list[str], advice: str, fine: str, measured: dict[str, float] | None = None
 ) -> Check:
-    """The check of something that is either fine or a finding."""
+    """Returns the check of something that is either fine or a finding."""
     if not wrong:
         return Check(name, "ok", fine, measured=measured or {})
     return Check(name, "finding", "; ".join(wrong), advice, measured or {})
@@ -495,7 +493,7 @@ def _judged(
 def _check_prompts(
     probe: Probe, processor: Processor, prompts: Sequence[Prompt], setup: Setup, max_new_tokens: int
 ) -> list[Check]:
-    """Acceptance without the chat template, and with thinking on and off where the template knows it."""
+    """Measures acceptance without the chat template, and with thinking on and off if the template has this option."""
     template = processor.chat_template
     if template is None:
         why = "the tokenizer has no chat template"
@@ -517,7 +515,7 @@ def _check_prompts(
             **{k: round(v.mean, 3) for k, v in results.items()},
         }
         best = max(results, key=lambda label: results[label].mean)
-        # Other texts, not the same ones: only a gain that no choice of texts explains counts.
+        # The texts differ between the forms. Only a gain that no choice of texts can explain counts.
         bad = results[best].mean > 1.25 * base.mean + 0.5
         sentence = (
             f"{best} {measured[best]:.2f} tokens per verify, as the prompts are {base.mean:.2f}"
@@ -544,7 +542,7 @@ def _check_prompts(
 
 
 def _check_fit(probe: Probe, setup: Setup, findings: list[str]) -> Check:
-    """Finds out if the draft predicts this target at all, once its settings are as good as they get."""
+    """Checks whether the draft predicts this target at all, with the best settings that were found."""
     reached = probe.measure(setup).mean
     bad = reached < NEAR_RANDOM and "weights" not in findings
     wrong = [

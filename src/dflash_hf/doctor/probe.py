@@ -1,8 +1,8 @@
-"""Acceptance of a draft under changed settings, without decoding again: the target's own answers are written once.
+"""This module measures a draft's acceptance under changed settings, without decoding again.
 
-Every answer token is taken as an anchor, so that one forward of the draft tells how far its proposals go there; a
-change of the draft's settings costs forwards of the draft only. The user's draft is never touched: a variant is a
-second model over the same weights.
+The target writes its answers only once. Every token of an answer is taken as an anchor. So one forward of the draft
+says how many proposals would be accepted at each anchor, and a change of the draft's settings needs forwards of the
+draft only. The user's draft is never changed: a variant is a second model over the same weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dflash_hf.training.example import Example
 from dflash_hf.training.forward import target_features
 from dflash_hf.training.walking import accepted_at_anchors, walk
 
-# Fields of `DFlashConfig` with other values than the draft's own; `dtype` is what it is run in.
+# Fields of `DFlashConfig` whose values differ from the draft's own. `dtype` is the dtype in which the variant runs.
 Setup = dict[str, Any]
 
 
 def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
-    """Builds a second model over the same weights, with other settings (with another dtype over copies of them)."""
+    """Builds a second model over the same weights, with other settings. With another dtype, the weights are copied."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in draft.parameters()}
     twin = copy.deepcopy(draft, shared)
     config = DFlashConfig.from_dict({**draft.config.to_dict(), **setup})
@@ -50,19 +50,19 @@ def variant(draft: DFlashDraftModel, setup: Setup) -> DFlashDraftModel:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """How a setup did."""
+    """The acceptance of one setup."""
 
-    # Mean tokens that a verify would commit, over each run of `block_size` anchors: neighbouring anchors see nearly
-    # the same tokens, runs are about independent.
+    # Mean number of tokens that a verify would commit, for each run of `block_size` anchors. Neighbouring anchors see
+    # nearly the same tokens, but runs are almost independent.
     groups: tuple[float, ...]
-    weights: tuple[int, ...]  # anchors in each
+    weights: tuple[int, ...]  # number of anchors in each run
 
     @property
     def mean(self) -> float:
-        """Mean tokens that a verify would commit, over every anchor of every text; 1 is nothing accepted.
+        """Mean number of tokens that a verify would commit, over every anchor of every text; 1 if nothing is accepted.
 
-        Not the mean that decoding sees, which visits fewer anchors (see `Probe.walked`); but there is more to average
-        here, and only differences count.
+        Decoding visits fewer anchors, so its mean differs (see `Probe.walked`). This mean averages over more anchors,
+        and only differences between setups count.
         """
         total = sum(self.weights)
         if not total:
@@ -70,10 +70,13 @@ class Measurement:
         return sum(g * w for g, w in zip(self.groups, self.weights, strict=True)) / total
 
     def beats(self, other: Measurement) -> bool:
-        """Whether it is better on the same texts by 3 % of the mean and three standard errors of the difference."""
+        """Returns whether this is better, by 3 % of the mean and three standard errors of the difference.
+
+        Both measurements must be on the same texts.
+        """
         gain = self.mean - other.mean
         count = len(self.groups)
-        if count < 3 or gain < 0.03 * other.mean:  # two runs of anchors say nothing about chance
+        if count < 3 or gain < 0.03 * other.mean:  # two runs of anchors cannot show what is chance
             return False
         total = sum(self.weights)
         pairs = zip(self.groups, other.groups, self.weights, strict=True)
@@ -82,12 +85,13 @@ class Measurement:
 
 
 class Probe:
-    """A pair on fixed texts: `measure` says how a setup does on them.
+    """Measures setups of a pair on fixed texts.
 
-    Runs the target once over each text and keeps the outputs of the tapped layers and their neighbours.
+    The target runs once over each text. The outputs of the tapped layers and of their neighbours are kept.
 
     Args:
         target (`Target`): The target, in eval mode.
+        draft (`DFlashDraftModel`): The draft, which is not changed.
         examples (sequence of [`Example`]): The target's own greedy answers.
     """
 
@@ -106,7 +110,10 @@ class Probe:
             self.texts.append((batch.to(draft.device), self._states(batch, near)))
 
     def _states(self, batch: Batch, layer_ids: list[int]) -> dict[bool, dict[int, Tensor]]:
-        """Layers' outputs `[1, S, D]`, without and with what DeepStack adds to them; once where that is nothing."""
+        """Returns the layers' outputs `[1, S, D]`, without (False) and with (True) what DeepStack adds to them.
+
+        Equal outputs are stored once.
+        """
         found: list[dict[int, Tensor]] = []
         ways = [False]
         if batch.model_inputs:
@@ -120,7 +127,7 @@ class Probe:
 
     @property
     def deepstack_differs(self) -> bool:
-        """True if it is not the same on these texts to tap before and after DeepStack's additions."""
+        """Whether taps before and after DeepStack's additions differ on these texts."""
         return any(
             states[True][i] is not states[False][i]
             for _, states in self.texts
@@ -128,13 +135,13 @@ class Probe:
         )
 
     def shifted(self, shift: int) -> list[int]:
-        """Returns the tapped layers' neighbours in the target; -1, the embedding, only where the draft taps it."""
+        """Returns the tapped layers, moved by `shift`. -1, the embedding, is included only if the draft taps it."""
         first = min(0, *self.layer_ids)
         last = len(self.target.layers) - 1
         return [min(max(i + shift, first), last) for i in self.layer_ids]
 
     def measure(self, setup: Setup) -> Measurement:
-        """Counts what a verify at every anchor would commit; taps are the draft's own or their neighbours."""
+        """Counts what a verify at every anchor would commit. Taps must be the draft's own or their neighbours."""
         size = self.draft.config.block_size
         runs = [
             accepted[start : start + size]
@@ -146,7 +153,7 @@ class Probe:
         )
 
     def walked(self, setup: Setup, is_tree: bool = False) -> float:
-        """Returns the acceptance length that greedy `generate` would have on these texts, by a chain or a tree."""
+        """Returns the acceptance length that greedy `generate` would have on these texts, with a chain or a tree."""
         committed: list[int] = []
         for example, accepted in zip(self.examples, self._accepted(setup, is_tree), strict=True):
             first = example.prompt_length()
@@ -156,7 +163,7 @@ class Probe:
         return sum(committed) / len(committed)
 
     def _accepted(self, setup: Setup, is_tree: bool = False) -> list[list[int]]:
-        """Per text, the accepted proposals at each anchor: all answer tokens but the last. Counted once per setup."""
+        """Returns, per text, the accepted proposals at each anchor (all answer tokens but the last), with a cache."""
         key = repr((setup, is_tree))
         if key in self._counted:
             return self._counted[key]
