@@ -1,4 +1,4 @@
-"""The chat as a web server: which requests it refuses, how much may be uploaded, and that it serves the page."""
+"""This module runs the chat as a web server: it refuses wrong requests, limits uploads, and serves the page."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from dflash_hf.chat.model import ChatModel
 from dflash_hf.chat.page import MINUTES, Page
 from dflash_hf.hosts import trusted_hosts
 
-MAX_BODY = 2 * 2**20  # of a request that is no upload: texts and names of uploaded files
-# of uploads
+MAX_BODY = 2 * 2**20  # of a request that is not an upload: texts and names of uploaded files
+# The two limits of uploads.
 MAX_FILES = 512
 MAX_BYTES = 2**30
-MAX_PAGES = 4096  # whose browser is remembered, the newest ones
-UPLOAD = "/gradio_api/upload"  # the one route that writes its body to files, part by part
-HEARTBEAT = "/gradio_api/heartbeat/"  # and a page's name, which other routes have in the query
-# For programs, which are told there what any page is told; pages do without
+MAX_PAGES = 4096  # the newest pages, whose browsers are remembered
+UPLOAD = "/gradio_api/upload"  # the only route that writes its body to files, part by part
+HEARTBEAT = "/gradio_api/heartbeat/"  # then a page's name, which other routes have in the query
+# A route for programs, which could read here the events of any page. The pages themselves do not need it.
 CALL = "/gradio_api/call/"
 COOKIE = "dflash-chat"
-SPACES = "https://huggingface.co"  # whose pages show a Space in a frame
+SPACES = "https://huggingface.co"  # its pages show a Space in a frame
 HEADERS = {
     # Gradio's own scripts and styles are inline, and its HTML component compiles templates.
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
@@ -45,9 +45,10 @@ HEADERS = {
 
 
 class Uploads:
-    """How many files, and how many bytes of them, the folder of uploads may hold.
+    """Limits the number of files, and of their bytes, in the folder of uploads.
 
-    Gradio limits and deletes each one (`max_file_size`, `delete_cache`), but neither counts nor tidies what broke off.
+    Gradio limits and deletes each single file (`max_file_size`, `delete_cache`). But Gradio does not count the files,
+    and does not remove uploads that broke off.
     """
 
     def __init__(
@@ -60,10 +61,13 @@ class Uploads:
 
     @contextmanager
     def admit(self, num_bytes: int) -> Generator[None]:
-        """Counts an upload while it comes in, what is there of it twice; `HTTPException` without room for it."""
+        """Counts an upload while it arrives, and raises `HTTPException` if there is no room.
+
+        The part that is already in a file counts twice.
+        """
         sizes = [*self._coming, num_bytes]
         for path in self.folder.rglob("*"):
-            with suppress(FileNotFoundError):  # deleted meanwhile
+            with suppress(FileNotFoundError):  # the file was deleted in the meantime
                 if not path.is_dir():
                     sizes.append(path.lstat().st_size)
         if len(sizes) > self.max_files or sum(sizes) > self.max_bytes:
@@ -81,9 +85,9 @@ class Uploads:
                 self._tidy()
 
     def _tidy(self) -> None:
-        """Deletes what broke off, and folders without an upload."""
+        """Deletes uploads that broke off, and folders without an upload."""
         for path in self.folder.iterdir():
-            with suppress(OSError):  # a folder with an upload in it
+            with suppress(OSError):  # the folder contains an upload
                 if path.is_dir():
                     path.rmdir()
                 else:
@@ -91,24 +95,25 @@ class Uploads:
 
 
 class Guard:
-    """ASGI middleware: refuses in a sentence what is no request of this chat's own page, or is too large.
+    """ASGI middleware that refuses requests that are too large or do not come from this chat's own page.
 
-    It tells browsers by a cookie: the application finds a name in `request.state.browser`. It adds headers. `space` is
-    the public name of a Hugging Face Space that the chat runs in, and empty elsewhere.
+    It recognises browsers by a cookie, and gives the application a name for the browser in `request.state.browser`. It
+    also adds headers to responses. `space` is the public name of a Hugging Face Space if the chat runs in one, and
+    empty otherwise.
     """
 
     def __init__(self, app: ASGIApp, uploads: Uploads, space: str = "") -> None:
         self.app = app
         self.uploads = uploads
-        # A Space with a name of its owner's choice has two, with a comma between.
+        # A Space with a custom name has two names, with a comma between them.
         self.space_names = [name.strip() for name in space.lower().split(",") if name.strip()]
         self._browsers: OrderedDict[str, str] = OrderedDict()  # by page
         self._headers = dict(HEADERS)
-        # Not sent along by pages from elsewhere
+        # With SameSite=Strict, pages of other sites cannot send the cookie.
         self._cookie = "Path=/; HttpOnly; SameSite=Strict"
         if space:
-            # The Hub shows a Space in a frame of its own page, and to a browser that is a page from elsewhere. A
-            # partitioned cookie is sent in that frame alone.
+            # The Hub shows a Space in a frame of its own page. For a browser, the Space is then a page of another
+            # site. A partitioned cookie is sent only in that frame.
             policy = HEADERS["content-security-policy"]
             self._headers["content-security-policy"] = policy.replace(
                 "frame-ancestors 'self'", f"frame-ancestors 'self' {SPACES}"
@@ -116,7 +121,7 @@ class Guard:
             self._cookie = "Path=/; HttpOnly; SameSite=None; Secure; Partitioned"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one connection; the page opens no web sockets, so there are none."""
+        """Answers one connection. WebSockets are refused, because the page opens none."""
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
@@ -130,7 +135,7 @@ class Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(self._headers)
-                # Not for scripts; it ends with the browser
+                # The cookie is hidden from scripts, and ends with the browser.
                 if not known:
                     headers.append("set-cookie", f"{COOKIE}={browser}; {self._cookie}")
             await send(message)
@@ -146,22 +151,23 @@ class Guard:
                     "headers": said.raw_headers,
                 }
                 await send_with_headers(head)
-                # Read to the end, and kept nowhere: who is still sending would hear of a broken connection only.
+                # The body is read to its end and dropped. Otherwise, a client that is still sending would see only a
+                # broken connection.
                 while refusal.status_code == 413 and (await receive()).get("more_body"):
                     pass
                 return await send({"type": "http.response.body", "body": said.body})
             await self.app(scope, receive, send_with_headers)
 
     def _admit(self, request: Request, coming: ExitStack) -> None:
-        """Raises `HTTPException` for what is no request of this chat; an upload counts until `coming` ends."""
+        """Raises `HTTPException` for a request that is not of this chat. An upload counts until `coming` ends."""
         path = str(request.scope["path"])
         headers = request.headers
         length = headers.get("content-length", "")
         if request.method not in ("GET", "HEAD", "OPTIONS"):
-            # Browsers say it of every request that changes something; programs do not, and no page from elsewhere can
-            # make them send one.
+            # Browsers send the origin with every request that changes something. Programs do not, and no page of
+            # another site can make them send a request.
             origin = headers.get("origin")
-            # The proxy of a Space may hand on another name as the host.
+            # The proxy of a Space may pass on another name as the host.
             own = [headers.get("host", "").lower(), *self.space_names]
             host = _host_of(origin or "")
             is_own = bool(host) and host in own
@@ -176,13 +182,13 @@ class Guard:
             raise HTTPException(
                 403, "expected a request of the chat's page, got one of a program; open that page"
             )
-        if "://" in path:  # Gradio fetches such an address for anybody, in the server's name
+        if "://" in path:  # Gradio would fetch such an address for anybody, in the server's name
             raise HTTPException(403, "expected a file of this chat, got an address elsewhere")
         pages = request.query_params.getlist("session_hash")
         if path.startswith(HEARTBEAT):
             pages.append(path.removeprefix(HEARTBEAT))
         for page in pages:
-            # Who is the first to name it
+            # The first browser that names a page owns it.
             owner = self._browsers.setdefault(page, request.state.browser)
             self._browsers.move_to_end(page)
             if len(self._browsers) > MAX_PAGES:
@@ -191,7 +197,7 @@ class Guard:
                 raise HTTPException(
                     403, "expected a page that this browser opened, got another one's; open it anew"
                 )
-        # The path as it is routed, and the whole of it: other routes read their bodies into memory.
+        # The path is compared as it is routed, and as a whole, because other routes read their bodies into memory.
         if (request.method, path) == ("POST", UPLOAD):
             coming.enter_context(self.uploads.admit(int(length)))
         elif int(length or 0) > MAX_BODY:
@@ -201,7 +207,7 @@ class Guard:
 
 
 def _host_of(origin: str) -> str:
-    """Returns the host of an `Origin` header, with its port; none where that is no address."""
+    """Returns the host of an `Origin` header, with its port; empty if the header is not an address."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -209,11 +215,10 @@ def _host_of(origin: str) -> str:
 
 
 def guards(host: str, uploads: Uploads, share: bool = False, space: str = "") -> list[Middleware]:
-    """What stands before the page of a server that listens on `host`, the outermost first; `OSError` for no host.
+    """Returns the middleware of a server that listens on `host`, the outermost first. Raises `OSError` for no host.
 
-    `space` is the public name of a Hugging Face Space that it runs in.
-
-    Where the server is shared, nobody knows its names.
+    `space` is the public name of a Hugging Face Space if the server runs in one. With `share`, all host names are
+    allowed, because the names of a shared server are not known.
     """
     hosts = ["*"]
     if not share:
@@ -224,8 +229,8 @@ def guards(host: str, uploads: Uploads, share: bool = False, space: str = "") ->
 
 @contextmanager
 def open_page(model: ChatModel, names: tuple[str, str], note: str = "") -> Generator[Page]:
-    """The page, as [`Page`] takes model, names and note; its uploads lie in a folder of their own, which then goes."""
+    """Gives a [`Page`] for the model, names and note. Its uploads are in a folder that is deleted at the end."""
     with TemporaryDirectory(prefix="dflash-chat-", ignore_cleanup_errors=True) as folder:
-        # Before any component is made: each notes where uploads go.
+        # This must come before any component is made, because each component remembers the folder of uploads.
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
         yield Page(model, names, Path(folder), note)

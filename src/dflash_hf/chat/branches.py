@@ -1,4 +1,4 @@
-"""What a verify has tried and not taken: the continuations of its tree that leave the text which was accepted."""
+"""This module reads the continuations of a verify's tree that were tried but not taken."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-MAX_BRANCHES = 5  # that are shown of a verify
-# Tokens before a continuation that its text is read with: one may depend on those before it
+MAX_BRANCHES = 5  # how many branches of a verify are shown
+# Number of tokens that are decoded before a continuation, because its text may depend on the tokens before it.
 CONTEXT = 8
-BROKEN = "\ufffd"  # what tokenizers show for bytes that are no character
+BROKEN = "\ufffd"  # tokenizers write this for bytes that are not a character
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """A continuation that a verify looked at and did not take."""
+    """A continuation that a verify checked but did not take."""
 
-    after: int  # tokens of the same verify that it follows
+    after: int  # how many tokens of the same verify come before it
     text: str
-    from_text: bool  # there because the text had gone on like that before, and not by the draft
+    from_text: bool  # whether an earlier part of the text suggested it, and not the draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tried:
-    """What a verify of a tree has tried beside what it wrote; hashed as the object that it is, for caches."""
+    """All that a verify of a tree has tried beside the tokens it committed. Hashed by identity, for caches."""
 
     branches: list[Branch]  # the most likely ones, by their first token
-    num_more: int  # continuations beyond those
-    # Accepted proposals of the draft, from the first one on that was not its first choice
+    num_more: int  # how many other continuations there are
+    # Accepted proposals of the draft, counted from the first one that was not the draft's first choice.
     num_off_branch: int
 
 
 class VerifiedTree(NamedTuple):
-    """The tree of one verify of one row, and how far it went; see [`TreeReport`]."""
+    """The tree of one verify of one row, and the path that was accepted in it; see [`TreeReport`]."""
 
     path: list[int]
     node_ids: list[int]
@@ -41,9 +41,10 @@ class VerifiedTree(NamedTuple):
     sources: list[int]
 
     def read(self, before: list[int], num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> Tried:
-        """Reads its continuations; `before` are the tokens before the verify's, the last ones or more.
+        """Returns the continuations that were not taken.
 
-        It committed `num_tokens`: behind a cut there is nothing to be beside.
+        `before` are tokens before the verify, at least the last ones. The verify committed `num_tokens`. Continuations
+        after a cut are left out, because there is no text beside them.
         """
         found = [
             nodes
@@ -65,9 +66,10 @@ class VerifiedTree(NamedTuple):
         )
 
     def not_taken(self) -> list[list[int]]:
-        """Returns the nodes of each continuation, from where it leaves the path to a leaf.
+        """Returns the nodes of each continuation, from the node where it leaves the path to a leaf.
 
-        Nodes stand in the order of their paths' probability: those with the more likely first token come first.
+        Nodes are in the order of the probability of their paths. So continuations with a more likely first token come
+        first.
         """
         inner = set(self.parents)
         on_path = {0, *self.path}
@@ -81,7 +83,7 @@ class VerifiedTree(NamedTuple):
         return sorted(found, key=lambda nodes: (nodes[0], nodes[-1]))
 
     def num_off_branch(self) -> int:
-        """Counts the draft's nodes on the path, from the first one on that it had a more likely sibling for."""
+        """Counts the draft's nodes on the path, from the first one that had a more likely sibling."""
         accepted = [node for node in self.path if node]
         for depth, node in enumerate(accepted):
             earlier = zip(self.parents[1:node], self.sources[1:node], strict=True)
@@ -91,7 +93,7 @@ class VerifiedTree(NamedTuple):
 
 
 def _text_behind(before: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text that tokens add, special ones by their names, and numbers for those without any."""
+    """Returns the text that tokens add. Special tokens appear by name, and tokens without a text by number."""
     given = str(tokenizer.decode(before)).rstrip(BROKEN)
     return str(tokenizer.decode(before + ids))[len(given) :] or " ".join(
         f"#{number}" for number in ids

@@ -1,4 +1,4 @@
-"""What a chat remembers: turns, the runs that each answer came in, and the cache that the next turn goes on from."""
+"""This module holds what a chat remembers: turns, the runs of each answer, and the cache for the next turn."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dflash_hf.pair.agreement import Agreement
 MAX_SESSIONS = 64
 MAX_CACHES = 8
 MAX_IMAGE_BYTES = 2**30  # decoded, of all conversations
-MAX_DROPPED = 1024  # pages that are told, when they return, that their conversation was dropped
+MAX_DROPPED = 1024  # dropped conversations whose pages are told so when they return
 
-# Waiting for another page's run
+# "waiting" means that another page's run is in progress.
 State = Literal["waiting", "running", "done", "stopped", "failed", "example"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to answer; `ValueError` for numbers that make no sense."""
+    """The settings of an answer. Raises `ValueError` for numbers that make no sense."""
 
     use_draft: bool = True
     temperature: float = 0.0  # 0 is greedy
@@ -58,7 +58,7 @@ class Settings:
         )
 
     def for_generate(self) -> dict[str, Any]:
-        """Returns the keywords for `generate`; what the target's own config says about sampling does not count."""
+        """Returns the arguments for `generate`. They override the sampling settings of the target's own config."""
         if not self.temperature:
             return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
         return {
@@ -75,40 +75,40 @@ class Settings:
 class Run:
     """Tokens that were committed together: by the prefill, by one verify, or by one plain forward."""
 
-    text: str  # without the bonus token's
+    text: str  # without the text of the bonus token
     bonus: str  # text of the target's own token, which comes last
-    num_tokens: int  # the bonus included
-    num_accepted: int  # proposals of the draft among them
-    seconds: float  # when they arrived, from the start of the call
-    tried: Tried | None = None  # what a verify of a tree looked at beside them
+    num_tokens: int  # including the bonus token
+    num_accepted: int  # how many of them are proposals of the draft
+    seconds: float  # from the start of the call until the tokens arrived
+    tried: Tried | None = None  # other continuations that the verify of a tree has checked
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """An answer, as far as it has come."""
+    """An answer that is complete or still being written."""
 
     drafted: bool
     block_size: int  # most tokens that one forward of the target can commit
-    ids: list[int] = field(default_factory=list[int])  # an end-of-sequence token included
+    ids: list[int] = field(default_factory=list[int])  # including an end-of-sequence token
     runs: list[Run] = field(default_factory=list[Run])  # in order; the first is the prefill's token
     state: State = "waiting"
-    seconds: float = 0.0  # since the call of `generate`, at the end the call's
+    seconds: float = 0.0  # since the call of `generate`; at the end, those of the whole call
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompt, that were in the cache already
+    num_cached_tokens: int = 0  # tokens of the prompt that were in the cache already
     stats: SpeculativeStats | None = None  # the run's own, once it has ended with a draft
-    agreement: Agreement | None = None  # with plain `generate`'s, at the end of a race
-    # What this package's own loop takes without the draft, at the end of a race; before it 0
+    agreement: Agreement | None = None  # with plain `generate`, at the end of a race
+    # Seconds of this package's own loop without the draft. They are 0 until the end of a race.
     undrafted_seconds: float = 0.0
-    error: str = ""  # why it failed
+    error: str = ""  # why the answer failed
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """The whole text so far."""
         return "".join(run.text + run.bonus for run in self.runs)
 
     @property
     def counted(self) -> SpeculativeStats:
-        """The figures of the verifies so far; at the end they are those of `stats`."""
+        """The statistics of the verifies so far. At the end they are those of `stats`."""
         return SpeculativeStats(
             num_committed=[[run.num_tokens for run in self.runs[1:]]],
             num_accepted=[[run.num_accepted for run in self.runs[1:]]],
@@ -117,9 +117,9 @@ class Answer:
 
     @property
     def accepted_from(self) -> tuple[int, int, int] | None:
-        """Accepted proposals, before any cut, by where they came from, once a run that verified trees has ended.
+        """The accepted proposals by their source: the draft's first choices, its branches, and the earlier text.
 
-        The draft's first choices, what its branches led to, and what the text before had led to.
+        They are counted before any cut. The value is `None` until a run that verified trees has ended.
         """
         if self.stats is None or not self.stats.num_tried_by_node:
             return None
@@ -130,14 +130,14 @@ class Answer:
 
     @property
     def num_drafted_steps(self) -> int:
-        """Steps for which the draft guessed: `generate` leaves it out of a step where it would not pay."""
+        """Number of steps with a draft. `generate` leaves the draft out of a step in which it would not pay."""
         if self.stats is None or not self.stats.verify_widths:
             return len(self.runs[1:])
         return sum(width > 1 for width in self.stats.verify_widths)
 
     @property
     def tokens_per_second(self) -> float:
-        """Prefill included; 0 before the first token."""
+        """Tokens per second, prefill included; 0 before the first token."""
         if not self.seconds:
             return 0.0
         return len(self.ids) / self.seconds
@@ -145,7 +145,7 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """A message and its answer."""
+    """A message with its answer."""
 
     text: str
     images: list[ChatImage]
@@ -156,28 +156,29 @@ class Turn:
 class Conversation:
     """One person's conversation."""
 
-    # Finished ones; the newest may be running
+    # Finished turns, except for the newest one, which may be running.
     turns: list[Turn] = field(default_factory=list[Turn])
     system: str = ""  # what the target reads before all turns
-    # After the last drafted answer, with the draft's context attached, and the tokens of its columns, `[1, C]`.
+    # The cache after the last drafted answer, with the draft's context attached, and the tokens in its columns, `[1,
+    # C]`.
     cache: tuple[DynamicCache, Tensor] | None = None
-    busy: bool = False  # a run is in progress
-    # Ends the run in progress; every run has its own
+    busy: bool = False  # whether a run is in progress
+    # Ends the run in progress. Every run has its own event.
     stop: threading.Event = field(default_factory=threading.Event)
-    left: bool = False  # the person began a new one, or went, while a run was in progress
+    left: bool = False  # whether the person left or began a new conversation during a run
 
     def begin(self) -> None:
-        """Gives the run that begins its own `stop`, unless [`Sessions.use`] has done so."""
+        """Gives a new run its own `stop`, unless [`Sessions.use`] has already done so."""
         if not self.busy:
             self.stop = threading.Event()
 
     @property
     def read_turns(self) -> list[Turn]:
-        """Those that the target reads at the next answer: the newest, and before it those with an answer."""
+        """The turns that the target reads for the next answer: the newest, and all earlier ones with an answer."""
         return [turn for turn in self.turns[:-1] if turn.answer.text] + self.turns[-1:]
 
     def messages(self, in_parts: bool) -> list[dict[str, Any]]:
-        """The conversation up to the newest question, for a processor's template (`in_parts`) or a tokenizer's."""
+        """Returns the conversation up to the newest question, for a tokenizer or (`in_parts`) a processor."""
         said: list[tuple[str, str, list[ChatImage]]] = []
         if self.system:
             said.append(("system", self.system, []))
@@ -195,16 +196,17 @@ class Conversation:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its images take."""
+        """Bytes that its images take in memory."""
         images = [image for turn in self.turns for image in turn.images]
         return sum(3 * one.image.width * one.image.height + len(one.thumbnail) for one in images)
 
 
 class Sessions:
-    """Which browser page has which conversation, the least recently used first.
+    """The conversations by browser page, the least recently used first.
 
-    Those too many, or with too many images together, are dropped, and their pages are told when they return; what is
-    being answered stays. (Gradio's `gr.State` tells nobody, drops that too, and counts no bytes.)
+    If there are too many conversations, or their images are too large together, some are dropped. Their pages are told
+    so when they return. Conversations that are being answered are never dropped. (Gradio's `gr.State` tells nobody,
+    drops conversations that are being answered, and does not count bytes.)
     """
 
     def __init__(self) -> None:
@@ -214,9 +216,10 @@ class Sessions:
 
     @contextmanager
     def use(self, page: str) -> Generator[Conversation]:
-        """Gives out a page's conversation, a new one for a new page, for one run at a time.
+        """Gives a page's conversation for one run at a time. A new page gets a new conversation.
 
-        Raises `ValueError` if the page has a run already, or says no name, or once if its conversation was dropped.
+        Raises `ValueError` if the page already has a run or has no name. Also raises it once if its conversation was
+        dropped.
         """
         require(bool(page), "a page with a session", page, "open the chat in a browser")
         with self._lock:
@@ -232,7 +235,7 @@ class Sessions:
                 raise ValueError(
                     "expected one run at a time, got a second one before the first has ended; stop the first one"
                 )
-            # From here on, so that who stops while a message is read is heard
+            # The run begins here, so that a stop that comes while the message is read is not lost.
             conversation.begin()
             conversation.busy = True
             self._by_page.move_to_end(page)
@@ -252,9 +255,9 @@ class Sessions:
             self._by_page.get(page, Conversation()).stop.set()
 
     def forget(self, page: str) -> bool:
-        """Drops a page's conversation, which was closed or starts anew: at once, or where its run ends by that.
+        """Drops a page's conversation because it was closed or begins anew. A run in progress is ended first.
 
-        Returns True if a run is in progress; its conversation is then marked as `left`.
+        Returns True if a run is in progress. Its conversation is then marked as `left`, and dropped when the run ends.
         """
         with self._lock:
             self._dropped = deque((other for other in self._dropped if other != page), MAX_DROPPED)
@@ -266,12 +269,12 @@ class Sessions:
             return conversation.busy
 
     def _drop_surplus(self) -> None:
-        """Keeps within the limits, among those that are not being answered."""
+        """Drops conversations and caches until the limits are kept. Conversations that are being answered stay."""
         for page, held in [(page, held) for page, held in self._by_page.items() if not held.busy]:
             num_bytes = sum(other.num_bytes for other in self._by_page.values())
             if len(self) > MAX_SESSIONS or (num_bytes > MAX_IMAGE_BYTES and held.num_bytes):
                 del self._by_page[page]
-                if held.turns:  # nobody misses an empty one
+                if held.turns:  # nobody misses an empty conversation
                     self._dropped.append(page)
         for held in [held for held in self._by_page.values() if held.cache and not held.busy][
             :-MAX_CACHES

@@ -1,4 +1,4 @@
-"""Images of a conversation: what the target is given of them, and what the page shows."""
+"""This module reads the images of a conversation, for the target and for the page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ChatImage:
     name: str  # of its file
     image: Any  # a `PIL.Image.Image`: RGB, upright, of at most `KEPT_PIXELS`
     thumbnail: str  # a small copy as a `data:` address, for the page
-    note: str = ""  # what was done to it that a person should know
+    note: str = ""  # a change of the image that a person should know
 
 
 def chat_image(path: Path) -> ChatImage:
-    """Reads an image of a conversation; errors as of [`read_image`]."""
+    """Reads an image of a conversation. Raises the errors of [`read_image`]."""
     image, num_frames = read_image(path)
     small = image.copy()
     small.thumbnail(THUMBNAIL)

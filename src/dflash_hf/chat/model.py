@@ -1,7 +1,7 @@
-"""The pair that a chat talks to: prompts, answers run by run, and the race against plain `generate`.
+"""This module answers a chat's messages with the pair, run by run, and races the draft against plain `generate`.
 
-One run at a time, all in one thread: a time taken beside another run says nothing. Whoever comes second waits, and can
-stop waiting.
+All runs are in one thread, one at a time, because two runs at once would spoil each other's times. A second caller
+waits and may stop waiting.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of, witho
 
 MAX_CHARACTERS = 200_000
 MAX_IMAGES = 16  # of a conversation
-# seconds between two looks at a run; a page must not slow down what it times
+# Seconds between two updates of the page. A page must not slow down the run that it times.
 TICK = 0.08
 RACE_TICK = 0.5
-MANY_RUNS = 100  # that make looks half as frequent
+MANY_RUNS = 100  # with so many runs in an answer, updates come half as often
 
 Race = tuple[Answer, Answer]  # of the target alone, and with the draft
 logger: Any = logging.get_logger(__name__)
 
 
 class RunStreamer(BaseStreamer):
-    """Notes what `generate` commits, for the thread that reads the answer; ends the run once `stop` is set."""
+    """Notes what `generate` commits, for the thread that reads the answer. Ends the run once `stop` is set."""
 
     def __init__(
         self, answer: Answer, stop: threading.Event, tokenizer: PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class RunStreamer(BaseStreamer):
         self.tokenizer = tokenizer
         self.started = 0.0
         self.ended = 0.0
-        # The prompt, then committed tokens; with their times, and the trees that were verified.
+        # The prompt first, then committed tokens. Each entry has its time, and the tree that was verified.
         self._arrived: list[tuple[Any, float, VerifiedTree | None]] = []
         self._tree: VerifiedTree | None = None  # of the tokens that come next
 
@@ -62,24 +62,24 @@ class RunStreamer(BaseStreamer):
         self._tree = VerifiedTree(**tree)
 
     def put(self, value: Any) -> None:
-        """Notes what has come, and when; raises `CancelledError` if the run is to end, which ends `generate`."""
+        """Notes tokens and their time. Once `stop` is set, raises `CancelledError`, which ends `generate`."""
         if self.stop.is_set():
             raise CancelledError
         self._arrived.append((value, time.perf_counter() - self.started, self._tree))
         self._tree = None
 
     def end(self) -> None:
-        """Nothing to do: the thread that called `generate` knows when it returns."""
+        """Does nothing, because the thread that called `generate` knows when it returns."""
 
     def update(self) -> None:
-        """Brings the answer up to date."""
+        """Adds the tokens that have arrived to the answer."""
         answer = self.answer
         if self.started:
             answer.state = "running"
             answer.seconds = (self.ended or time.perf_counter()) - self.started
         for value, seconds, tree in self._arrived[1 + len(answer.runs) :]:
             ids = value.reshape(-1).tolist()
-            # A verify's last token is taken for the target's own until the run's end tells.
+            # The last token of a verify counts as the target's own. The run's statistics correct this at the end.
             is_verify = answer.drafted and bool(answer.runs)
             split = len(ids) - is_verify
             run = Run(
@@ -97,14 +97,16 @@ class RunStreamer(BaseStreamer):
         if not answer.stats:
             return
         for run, accepted in zip(answer.runs[1:], answer.stats.num_accepted[0], strict=False):
-            if accepted >= run.num_tokens:  # cut at the end: its last token was proposed
+            # The end of the answer has cut the run, so its last token was proposed too.
+            if accepted >= run.num_tokens:
                 run.text = run.text + run.bonus
                 run.bonus = ""
             run.num_accepted = accepted
 
     def _read(self, ids: list[int]) -> str:
-        """Adds ids to the answer; returns their text, up to the last whole character, without special tokens."""
-        # All of them are read each time: a token's text may depend on those before it
+        """Adds ids to the answer. Returns their text up to the last whole character, without special tokens."""
+        # All ids are decoded each time, because a token's text may depend on the tokens before it. All of them are
+        # read each time: a token's text may depend on those before it
         self.answer.ids += ids
         whole = str(self.tokenizer.decode(self.answer.ids, skip_special_tokens=True)).rstrip(BROKEN)
         return whole[len(self.answer.text) :]
@@ -113,11 +115,12 @@ class RunStreamer(BaseStreamer):
 def in_turn(
     thread: InferenceThread, streamer: RunStreamer, call: Callable[[], None], tick: float
 ) -> Generator[Answer]:
-    """Calls something in a thread once it is free; yields the answer while it grows, and once at its end.
+    """Calls something in a thread once the thread is free. Yields the answer while it grows, and once at its end.
 
-    What the call raises becomes the answer's state and error. Leaving the iterator tells the call to end. Who leaves,
-    or stops it where no tokens come, does not wait for that: a prefill may take long. It yields more seldom the
-    longer the answer: a page draws all of it anew, and hears no buttons meanwhile.
+    If the call raises an exception, the answer's state and error say so. Leaving the iterator tells the call to end.
+    The iterator does not wait for this, and also not if a run is stopped while no tokens come, because a prefill may
+    take long. Updates become less frequent as the answer grows, because a page draws the whole answer each time, and
+    does not react to buttons meanwhile.
     """
     answer = streamer.answer
     stop = streamer.stop
@@ -156,7 +159,7 @@ def in_turn(
 
 
 class ChatModel:
-    """A target, its draft and its encoder, of which a processor sees images; `ValueError` without a chat template."""
+    """A target with its draft and its processor or tokenizer. Raises `ValueError` without a chat template."""
 
     def __init__(
         self, target: PreTrainedModel, draft: DFlashDraftModel, encoder: Processor
@@ -176,7 +179,7 @@ class ChatModel:
         )
         config = target.config.get_text_config(decoder=True)
         self.max_length = int(getattr(config, "max_position_embeddings", None) or 2**31)
-        # The most tokens of a step: where the anchor's slot proposes too, as in DSpark, that is one more than slots.
+        # The most tokens of a step. If the anchor's slot proposes too, as in DSpark, this is one more than the slots.
         block_size = draft.generation_config.block_size or draft.config.block_size
         self.block_size = draft.config.num_proposals(block_size) + 1
         self.facts = (
@@ -186,7 +189,7 @@ class ChatModel:
         self.thread = InferenceThread()
 
     def check_message(self, conversation: Conversation, text: str, images: Sequence[Any]) -> None:
-        """Raises `ValueError` for a message that is refused as it is: nobody has to have read its images for that."""
+        """Raises `ValueError` for a message that must be refused. Its images need not have been read for this."""
         if not text.strip() and not images:
             raise ValueError("expected a question, got an empty message; write something")
         number = len(text) + len(conversation.system)
@@ -206,13 +209,15 @@ class ChatModel:
     def encode(self, conversation: Conversation, max_new_tokens: int) -> dict[str, Tensor]:
         """Returns the conversation as inputs of one row, as the processor or tokenizer makes them.
 
-        Raises `ValueError` if it is too long beside such an answer, `ImageError` where the processor refuses an image.
+        Raises `ValueError` if conversation and answer are too long together, and `ImageError` if the processor refuses
+        an image.
         """
         try:
             inputs = encode_prompt(
                 self.encoder, conversation.messages(self.takes_images), self.target.device
             )
-        except ValueError as error:  # those before it passed, and a text alone is not refused
+        # Earlier turns have passed, and a text alone is not refused, so the newest images must be the reason.
+        except ValueError as error:
             if not conversation.turns[-1].images:
                 raise
             raise ImageError(str(error)) from error
@@ -234,11 +239,11 @@ class ChatModel:
         settings: Settings,
         again: bool = False,
     ) -> Generator[Answer]:
-        """Adds a turn and answers it, yielding the answer whenever there is more of it, and once at its end.
+        """Adds a turn and answers it. Yields the answer whenever there is more of it, and once at its end.
 
-        With `again` the turn takes the newest one's place. Leaving the iterator ends the run, as the conversation's
-        `stop` does, a page's also before the call; the turn stays with what there is of its answer. Raises
-        `ValueError` at the call if the message is refused; the conversation is then as before.
+        With `again`, the turn replaces the newest one. The run ends if the iterator is left or the conversation's
+        `stop` is set, for a page also before this call. The turn stays with the part of its answer that exists. Raises
+        `ValueError` at the call if the message is refused. The conversation is then as before.
         """
         before = replace(conversation)
         if again:
@@ -254,11 +259,11 @@ class ChatModel:
     def race(
         self, conversation: Conversation, turns: list[Turn], max_new_tokens: int
     ) -> Generator[Race]:
-        """Answers the newest of some turns again, by plain `generate` and then with the draft; yields both, growing.
+        """Answers the newest turn again, by plain `generate` and then with the draft. Yields both as they grow.
 
-        Greedy (Transformers' own sampler uses other random numbers), and without a cache of earlier turns; the
-        conversation's `stop` ends it. This package's own loop without the draft is timed as well. Raises `ValueError`
-        at the call if there is no question yet.
+        Both answers are greedy, because Transformers' own sampler uses other random numbers. They use no cache of
+        earlier turns. The conversation's `stop` ends the race. This package's own loop without the draft is timed too.
+        Raises `ValueError` at the call if there is no question yet.
         """
         if not turns:
             raise ValueError(
@@ -288,7 +293,7 @@ class ChatModel:
         settings: Settings,
         plain: Answer | None = None,
     ) -> Generator[Answer]:
-        """Fills an answer, that of the newest turn or one of a race, which has no cache; compares it with `plain`."""
+        """Fills the answer of the newest turn, or one of a race (without a cache). Compares it with `plain`."""
         answer.num_prompt_tokens = inputs["input_ids"].shape[1]
         streamer = RunStreamer(answer, conversation.stop, self.tokenizer)
         is_turn = any(answer is turn.answer for turn in conversation.turns[-1:])
@@ -299,7 +304,7 @@ class ChatModel:
             cache = None
             if answer.drafted:
                 options["assistant_model"] = self.draft
-            # Looked at only now: a run that was left may have been advancing it
+            # The cache is looked up only now, because an earlier run that was left may have advanced it.
             if answer.drafted and is_turn:
                 cache = self._cache_for(conversation, inputs)
                 options[CACHE_NAME] = cache
@@ -307,14 +312,14 @@ class ChatModel:
             self.draft.last_stats = None
             streamer.started = time.perf_counter()
             try:
-                # Waits for an accelerator
+                # `.cpu()` waits for an accelerator.
                 ids = self.target.generate(**inputs, **options, streamer=streamer).cpu()
             finally:
                 streamer.ended = time.perf_counter()
                 answer.stats = self.draft.last_stats
             if cache is not None:
                 conversation.cache = cache, ids[:, : cache.get_seq_length()]
-            if plain is not None:  # not in the time of the call
+            if plain is not None:  # this is not part of the call's time
                 answer.undrafted_seconds = self._undrafted_seconds(inputs, options, streamer.stop)
                 own = ids[0, answer.num_prompt_tokens :].tolist()
                 answer.agreement = agreement(
@@ -334,7 +339,7 @@ class ChatModel:
     def _undrafted_seconds(
         self, inputs: dict[str, Tensor], options: dict[str, Any], stop: threading.Event
     ) -> float:
-        """Returns the seconds of the same call where no step has a draft; `CancelledError` if it is stopped."""
+        """Returns the seconds of the same call without a draft. Raises `CancelledError` if it is stopped."""
         ignored = Answer(drafted=True, block_size=1)
         streamer = RunStreamer(ignored, stop, self.tokenizer)
         with without_draft(self.draft):
@@ -343,10 +348,11 @@ class ChatModel:
             return time.perf_counter() - started
 
     def _cache_for(self, conversation: Conversation, inputs: dict[str, Tensor]) -> DynamicCache:
-        """The conversation's cache, if the new inputs go on from it, else an empty one.
+        """Returns the conversation's cache if the new inputs continue it, and an empty cache otherwise.
 
-        A template may render earlier turns anew (thinking models drop their thoughts), and families whose positions do
-        not follow from `image_grid_thw` take the new images only: both prefill the whole conversation.
+        In two cases the whole conversation is prefilled again: a template may render earlier turns differently
+        (thinking models drop their thoughts), or the positions of a family may not follow from `image_grid_thw`, and
+        the family then takes only new images.
         """
         if conversation.cache is not None:
             cache, then = conversation.cache
@@ -364,7 +370,7 @@ class ChatModel:
 
 
 def _count(number: int) -> str:
-    """A number of parameters as people write it: two digits, and M or B."""
+    """Returns a number of parameters as people write it: two digits, and M or B."""
     digits = number / 1e6
     letter = "M"
     if number >= 1e9:

@@ -1,4 +1,4 @@
-"""The web page of the chat: its components, and what happens when. The only module that knows Gradio."""
+"""This module builds the web page of the chat and handles its events. No other module uses Gradio's components."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from dflash_hf.chat.render import find_examples, render
 from dflash_hf.data.image_files import EXTENSIONS, MAX_FILE_BYTES, ImageError
 
 HERE = Path(__file__).parent
-MINUTES = 15  # that an upload is kept; what was asked about it stays in its conversation
+MINUTES = 15  # how long an upload is kept; images of questions stay in their conversations
 SWEPT_EVERY = 30  # seconds
-OPENING_TOKENS = 128  # of the first example's answer
+OPENING_TOKENS = 128  # length of the first example's answer
 LATEX: list[Any] = [
     {"left": left, "right": right, "display": left != r"\("}
     for left, right in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"))
 ]
-EMPTY: dict[str, Any] = {"text": "", "files": []}  # in the box
+EMPTY: dict[str, Any] = {"text": "", "files": []}  # the content of the empty box
 
-Change = dict[Any, Any]  # new values of components; the others stay as they are
+Change = dict[Any, Any]  # new values of components; other components stay as they are
 logger: Any = logging.get_logger(__name__)
-# Our own: not styled as prose, and no script
+# HTML of our own, which is not styled as prose and runs no script.
 _html: Any = partial(gr.HTML, apply_default_css=False, js_on_load=None)
 
 
 def _run(run: Callable[..., Generator[Change]]) -> Callable[..., Generator[Change]]:
-    """Makes a handler of events of a method that goes on with a conversation; what it raises becomes a sentence."""
+    """Makes an event handler of a method that continues a conversation. The page shows an exception as a sentence."""
 
     def changes(self: Page, data: Change, request: gr.Request) -> Generator[Change]:
         conversation = Conversation()
@@ -61,7 +61,7 @@ def _run(run: Callable[..., Generator[Change]]) -> Callable[..., Generator[Chang
 
 
 async def fetch_nothing(url: str, cache_dir: str) -> str:
-    """In place of Gradio's function that fetches an address which stands in the place of an upload: refuses it."""
+    """Replaces Gradio's function that would fetch an address given instead of an upload. It refuses the address."""
     raise gr.Error(f"Expected an uploaded image, got an address: {url}", print_exception=False)
 
 
@@ -75,7 +75,8 @@ class Page:
         self.uploads = uploads.resolve()
         self.sessions = Sessions()
         self.examples = find_examples(names[1], model.takes_images)
-        # What the chatbot makes of HTML; in a handler of events a component is an update, and no value of another one.
+        # The form into which the chatbot turns HTML. In an event handler, a component would be an update and not a
+        # value.
         hello: Any = {"role": "user", "content": _html("")}
         self.part: Any = gr.Chatbot(render=False).postprocess([hello]).root[0].content[0]
         self.opening, race = self._open()
@@ -113,12 +114,12 @@ class Page:
                         sources=["upload"] if sees else [],
                         file_types=list(EXTENSIONS),
                         file_count="multiple",
-                        # A long text stays one: it never becomes a file
+                        # A long text stays a text and never becomes a file.
                         max_plain_text_length=10**6,
                     )
                     with gr.Row(elem_id="df-settings"):
                         draft = gr.Checkbox(True, label="Draft", elem_id="df-draft")
-                        # See page.css
+                        # page.css switches the colours.
                         gr.Checkbox(True, label="Colours", interactive=True, elem_id="df-colours")
                         new = gr.Button("New chat", elem_id="df-new", size="sm")
                     with gr.Accordion("Settings", open=False, elem_id="df-more"):
@@ -160,7 +161,7 @@ class Page:
             self._connect(new)
 
     def _connect(self, new: Any) -> None:
-        """What happens when; all of it private to the page."""
+        """Connects events with their handlers. All of them are private to the page."""
         parts = [
             self.talk,
             self.begin,
@@ -177,7 +178,7 @@ class Page:
             "show_progress": "hidden",
         }
         settings: set[Any] = {*self.settings.values(), self.system}
-        # Not "once": the browser would drop a question that is asked while it still closes the run before.
+        # With "once", the browser would drop a question that is asked while it still closes the run before.
         self.box.submit(self._ask, {self.box, *settings}, trigger_mode="multiple", **changing)
         self.begin.click(self._ask_example, settings, **changing)
         self.talk.retry(self._ask_again, settings, **changing)
@@ -187,17 +188,17 @@ class Page:
         self.blocks.unload(self._leave)
 
     def _open(self) -> tuple[list[Turn], Race | tuple[()]]:
-        """Races on the first example, once, before anybody can ask: what every page shows until then."""
+        """Races on the first example, once at the start. Every page shows this race until a question is asked."""
         for text, files in [*self.examples.items()][:1]:
             answer = Answer(drafted=True, block_size=self.model.block_size)
             turn = Turn(text=text, images=[chat_image(file) for file in files], answer=answer)
             try:
-                for length in (4, OPENING_TOKENS):  # the first calls pay for loading code
+                for length in (4, OPENING_TOKENS):  # only the first race also loads code
                     *_, race = self.model.race(Conversation(), [turn], length)
-            except ValueError as error:  # too long for this target
+            except ValueError as error:  # the example is too long for this target
                 logger.warning("The chat opens without an example: %s", error)
                 break
-            if race[1].agreement is not None:  # else it failed, which was logged
+            if race[1].agreement is not None:  # otherwise the race failed, and the log says so
                 turn.answer = replace(race[1], state="example")
                 return [turn], race
         return [], ()
@@ -210,14 +211,14 @@ class Page:
             file for file in files if file.resolve().is_relative_to(self.uploads) and file.is_file()
         ]
         try:
-            self.model.check_message(conversation, text, files)  # before any of them is decoded
+            self.model.check_message(conversation, text, files)  # before any image is decoded
             for file in files:
                 if file not in [*uploads, *chain(*self.examples.values())]:
                     missing = f"expected {file.name} to be an upload, got none of that name: uploads are deleted"
                     raise ImageError(f"{missing} after {MINUTES} minutes; add it again", file)
             yield from self._answer(conversation, text, [chat_image(file) for file in files], data)
         except ImageError as error:
-            # What was not refused stays, so that the message can be corrected.
+            # The text and the images that were not refused stay, so that the message can be corrected.
             kept = [str(file) for file in uploads if error.path not in (None, file)]
             yield {self.box: gr.update(value={"text": text, "files": kept})}
             raise
@@ -245,7 +246,7 @@ class Page:
         data: Change,
         again: bool = False,
     ) -> Generator[Change]:
-        """What changes while a question is answered; raises `ValueError`, before that, if it is refused."""
+        """Yields the changes of the page while a question is answered. Raises `ValueError` first if it is refused."""
         settings = Settings(**{name: data[part] for name, part in self.settings.items()})
         conversation.system = str(data[self.system] or "").strip()
         with closing(self.model.ask(conversation, text, images, settings, again)) as running:
@@ -276,7 +277,7 @@ class Page:
         self.sessions.stop(_name_of(request))
 
     def _new(self, request: gr.Request) -> Any:
-        """Begins anew. A run in progress says so itself, last: over its own connection nothing of it comes later."""
+        """Begins a new chat. A run in progress does this itself at its end, so that none of its changes follow."""
         if self.sessions.forget(_name_of(request)):
             return gr.skip()
         return self._fresh()
@@ -285,7 +286,7 @@ class Page:
         self.sessions.forget(_name_of(request))
 
     def _fresh(self) -> Change:
-        """The page before the first question."""
+        """Returns the page before the first question."""
         views = {part: part.value for part in (self.begin, self.headline, self.lanes, self.stats)}
         return {
             **self._controls(busy=False, value=EMPTY),
@@ -294,7 +295,7 @@ class Page:
         }
 
     def _messages(self, turns: list[Turn]) -> list[Any]:
-        """Turns as the chatbot takes them: question, answer in runs and, once it has ended, its text as Markdown."""
+        """Returns turns for the chatbot: question, answer in runs and, at its end, the answer as Markdown."""
         messages: list[Any] = []
         for turn in turns:
             answer = turn.answer
@@ -307,13 +308,13 @@ class Page:
                 )
                 messages.append({"role": role, "content": content})
             if answer.state not in ("waiting", "running") and answer.text.strip():
-                # As a part and not as a `str`: Gradio would indent the lines of a `str` anew.
+                # The text is a part and not a `str`, because Gradio would indent the lines of a `str` anew.
                 text = {"type": "text", "text": answer.text}
                 messages.append({"role": "assistant", "content": text})
         return messages
 
     def _controls(self, busy: bool, **box: Any) -> Change:
-        """What can be pressed while a run is in progress, or while none is; with no sentence left from before."""
+        """Returns the controls for a run in progress, or for none. The sentence of an earlier run is removed."""
         return {
             self.box: gr.update(submit_btn=not busy, stop_btn=busy, **box),
             self.start: gr.update(visible=not busy),
@@ -322,8 +323,8 @@ class Page:
         }
 
     def launch(self, host: str, port: int, guards: list[Middleware], share: bool = False) -> None:
-        """Serves the page behind its guards until it is interrupted; raises `OSError` if it cannot listen there."""
-        # Whatever component an address of a file is sent for.
+        """Serves the page behind its guards until it is interrupted. Raises `OSError` if it cannot listen there."""
+        # This replacement refuses addresses instead of files, for every component.
         processing_utils.async_ssrf_protected_download = fetch_nothing
         self.blocks.queue(max_size=32, default_concurrency_limit=16, api_open=False)
         self.blocks.launch(
@@ -331,14 +332,14 @@ class Page:
             server_port=port,
             share=share,
             quiet=True,
-            show_error=True,  # what Gradio refuses itself, in its words
+            show_error=True,  # shows the errors that Gradio itself raises, in its words
             footer_links=[],
             run_history=False,
             enable_monitoring=False,
             max_file_size=MAX_FILE_BYTES,
             ssr_mode=False,
             app_kwargs={"middleware": guards, "openapi_url": None},
-            # The fonts of the system; the rest is in the style sheet.
+            # The fonts are the system's. The rest of the style is in the style sheet.
             theme=themes.Base(
                 primary_hue="blue",
                 neutral_hue="slate",
@@ -350,7 +351,7 @@ class Page:
 
 
 def _name_of(request: gr.Request) -> str:
-    """What a page's conversation is kept under: its own name and its browser's, so that neither alone is enough."""
+    """Returns the key of a page's conversation: the page's and the browser's name, so that neither alone is enough."""
     if not request.session_hash:
         return ""
     return f"{request.state.browser}:{request.session_hash}"

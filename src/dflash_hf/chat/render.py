@@ -1,4 +1,4 @@
-"""The page's HTML: the parts that `page.html` has macros for, and the questions to begin with that it shows."""
+"""This module renders the page's HTML with the macros of `page.html`, and finds the example questions."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dflash_hf.chat.images import chat_image
 from dflash_hf.data.prompt_files import as_messages, read_rows, text_of
 
 MAX_EXAMPLES = 4
-# Gradio's own templates read `${}` and `{{}}`: what was written must never reach them as such.
+# Gradio's own templates read `${}` and `{{}}`. Text that people or models write must never reach them in this form.
 _TEMPLATE = str.maketrans({"{": "&#123;", "}": "&#125;", "$": "&#36;", "`": "&#96;"})
 
 
 def _escaped(value: Any) -> Markup:
-    """What an expression of the template becomes on the page, attributes included."""
+    """Returns an expression of the template as it is written into the page, also within attributes."""
     if isinstance(value, Markup):
         return value
     return Markup(str(escape(value)).translate(_TEMPLATE))
 
 
-# As Unicode's pictures of them; line breaks and tabs as what keyboards show.
+# Control characters appear as Unicode's pictures of them. Line breaks and tabs appear as the symbols on keyboards.
 _VISIBLE: dict[int, int | str] = {
     **{code: 0x2400 + code for code in range(32)},
     9: "⇥",
@@ -37,10 +37,11 @@ _VISIBLE: dict[int, int | str] = {
 
 @lru_cache(maxsize=4096)
 def tried_of(tried: Tried) -> Markup:
-    """What `page.js` shows of a verify: how many continuations more there were, then a line for each one.
+    """Returns the data of a verify for `page.js`: the number of further continuations, then a line for each one.
 
-    Lines are of three fields with tabs between: after how many tokens, 1 where it came from the text, and its own
-    text. In one attribute, and made once: an answer is drawn anew many times, and its steps are looked at one by one.
+    A line has three fields with tabs between them: the number of tokens before the continuation, 1 if it came from the
+    text (otherwise 0), and its own text. The data is one attribute and is cached, because an answer is drawn many
+    times, but its steps are looked at one by one.
     """
     lines = (
         f"{one.after}\t{one.from_text:d}\t{one.text.translate(_VISIBLE)}" for one in tried.branches
@@ -62,15 +63,15 @@ _parts: Any = _environment.get_template(
 
 
 def render(part: str, *values: object) -> str:
-    """A part of the page as HTML: the macro of that name, with these values; whatever was written is escaped."""
+    """Renders a part of the page as HTML: the macro of that name, with these values. All values are escaped."""
     return str(getattr(_parts, part)(*values))
 
 
 def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
-    """Reads `held_out.jsonl` beside a draft's folder: the images of one question of each kind, by its text.
+    """Reads `held_out.jsonl` beside a draft's folder. Returns the images of one question per kind, by its text.
 
-    Only conversations of one turn, and images in that folder; for a target that sees images, all but one question
-    have some. No questions without the file.
+    Only conversations of one turn whose images are in that folder are used. If the target takes images, all questions
+    but one have images. Without the file there are no questions.
     """
     folder = Path(draft).resolve().parent
     path = folder / "held_out.jsonl"
@@ -89,6 +90,6 @@ def find_examples(draft: str, takes_images: bool) -> dict[str, list[Path]]:
             found.setdefault(str(row.get("kind")), (text_of(prompt), files))
     seeing = [example for example in found.values() if example[1] and takes_images]
     reading = [example for example in found.values() if not example[1]]
-    # Neighbouring kinds are alike
+    # Neighbouring kinds are similar, so the questions are taken at equal distances.
     step = math.ceil(len(seeing) / (MAX_EXAMPLES - bool(reading))) or 1
     return dict([*seeing[::step], *reading][:MAX_EXAMPLES])
