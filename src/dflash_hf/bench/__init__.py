@@ -1,1 +1,1 @@
-"""`dflash-hf bench`: sets of questions, ways of decoding them, what is counted of the answers, and the report."""
+"""This package is `dflash-hf bench`: sets of questions, ways of decoding, counts of the answers, and the report."""

@@ -1,6 +1,7 @@
-"""Answers of one way of decoding, in Spec-Bench's form: a line of `answers-METHOD.jsonl` per question and repeat.
+"""This module holds the answers of one way of decoding, in Spec-Bench's form.
 
-Spec-Bench's `speed.py` and `equal.py` read these files; what they do not know of stands beside it in each choice.
+`answers-METHOD.jsonl` has a line per question and repeat. Spec-Bench's `speed.py` and `equal.py` read these files.
+Each choice has further fields, which these scripts do not know.
 """
 
 from __future__ import annotations
@@ -13,38 +14,39 @@ from typing import Any, Literal
 from dflash_hf.bench.questions import Key, fields_in
 
 FinishReason = Literal["stop", "length"]
-# The marks around what a model thinks before it answers
+# The marks before and after a model's thought.
 THOUGHT = "<think>"
 END_OF_THOUGHT = "</think>"
-# An answer among a cell's: its question, and how often that had been asked before
+# Identifies one of a cell's answers: its question, and how often the question had been asked before.
 Which = tuple[Key, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a method answered to one turn of a question, and how.
+    """The answer of a method to one turn of a question, and how it was decoded.
 
     Args:
-        text (`str`): The answer, special tokens left out.
-        token_ids (`list[int]`): Its tokens, the end token included; empty of a server that does not tell them.
-        new_tokens (`int`): Number of tokens, the end token included.
-        prompt_tokens (`int`): Tokens that were read before it.
-        wall_time (`float`): Seconds of the call divided by the rows it answered, so that tokens over the sum of these
-            is what a batch makes per second.
-        latency (`float`): Seconds of the call, as the one who asks waits for it.
-        ttft (`float`, *optional*): Seconds of the call until its first token.
+        text (`str`): The answer without special tokens.
+        token_ids (`list[int]`): Its tokens, including the end token. Empty if a server does not report them.
+        new_tokens (`int`): Number of tokens, including the end token.
+        prompt_tokens (`int`): Number of tokens that were read before it.
+        wall_time (`float`): Seconds of the call divided by the number of rows that it answered. So tokens divided by
+            the sum of these seconds is what a batch makes per second.
+        latency (`float`): Seconds of the call, which its caller had to wait.
+        ttft (`float`, *optional*): Seconds from the begin of the call until its first token.
         finish_reason (`str`): `"stop"` at an end token, `"length"` at the limit.
-        begins_in_thought (`bool`): Whether the prompt ended in `<think>`, as some chat templates write it; not known
-            of a server.
-        committed (`list[int]`, *optional*): Tokens committed at each verify, the bonus included and the prefill's
-            token left out; `None` of a method that does not draft, or does not tell.
+        begins_in_thought (`bool`): Whether the prompt ended with `<think>`, as some chat templates write it. For a
+            server this is not known.
+        committed (`list[int]`, *optional*): Tokens committed at each verify, including the bonus token but not the
+            prefill's token. `None` for a method that does not draft, or does not report this.
         accepted (`list[int]`, *optional*): Proposals that matched at each verify, before any cut at the end.
         proposed (`list[int]`, *optional*): Proposals checked at each verify.
-        checked (`list[int]`, *optional*): Positions of the block that each verify checked, where proposals were a tree
-            or may have been: the accepted ones, and the next one unless the accepted path ended in a leaf. `None` says
-            as many as `proposed`.
-        counters (`dict[str, float]`, *optional*): What a server's own counters of speculation have moved by during the
-            call, by vLLM's names; on the first row of a call only. `acceptance_length` is SGLang's mean afterwards.
+        checked (`list[int]`, *optional*): Positions of the block that each verify checked, if proposals were a tree or
+            may have been one: the accepted positions, and the next one unless the accepted path ended in a leaf.
+            `None` means the same numbers as `proposed`.
+        counters (`dict[str, float]`, *optional*): How far a server's own counters of speculation have moved during the
+            call, by vLLM's names. Only the first row of a call has them. `acceptance_length` is SGLang's mean after
+            the call.
     """
 
     text: str
@@ -64,39 +66,39 @@ class Turn:
 
     @property
     def ends_in_thought(self) -> bool:
-        """Whether the text ended, or was cut, before its thought did: then it says nothing."""
+        """Whether the text ended, or was cut, before the end of its thought. Then it contains no answer."""
         begins = self.begins_in_thought or self.text.lstrip().startswith(THOUGHT)
         return begins and END_OF_THOUGHT not in self.text
 
     @property
     def said(self) -> str:
-        """What the turn says once it has thought."""
+        """The text after the thought."""
         if self.ends_in_thought:
             return ""
         return self.text.rpartition(END_OF_THOUGHT)[2]
 
     @property
     def accept_lengths(self) -> list[int]:
-        """Tokens of each step, as Spec-Bench counts them: without a draft every token is a step of its own."""
+        """Tokens of each step, as Spec-Bench counts them. Without a draft, every token is a step."""
         if self.committed is None:
             return [1] * self.new_tokens
         return self.committed
 
 
-# Fields of a turn that Spec-Bench's form has under the same name, one value per turn, except the text, its `turns`.
+# The fields of a turn that Spec-Bench's form has as one value per turn. The text is in its own list, `turns`.
 _PER_TURN = tuple(field.name for field in fields(Turn) if field.name != "text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a method answered to one question, or why it did not.
+    """The answer of a method to one question, or the reason why there is none.
 
     Args:
-        repeat (`int`): How often it had been asked before, from 0.
+        repeat (`int`): How often the question had been asked before, from 0.
         model_id (`str`): Name of the method in this run, with the values that the run compares.
-        turns (`tuple[Turn, ...]`): One per turn of the question; none where it failed.
+        turns (`tuple[Turn, ...]`): One per turn of the question; empty if the method failed.
         error (`str`, *optional*): Why there is no answer.
-        tstamp (`float`): When it was there, in seconds since 1970.
+        tstamp (`float`): Time of the answer, in seconds since 1970.
     """
 
     dataset: str
@@ -111,21 +113,21 @@ class Answer:
 
     @property
     def has_failed(self) -> bool:
-        """Whether there is an error in place of turns."""
+        """Whether there is an error instead of turns."""
         return self.error is not None
 
     @property
     def key(self) -> Key:
-        """Set and id of the question that it answers."""
+        """Set and id of the question."""
         return self.dataset, self.question_id
 
     @property
     def which(self) -> Which:
-        """What it is found by among those of its method."""
+        """Question and repeat, which identify the answer among those of its method."""
         return self.key, self.repeat
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the line of the answers file; `choices` is empty where there is an error instead."""
+        """Returns the line of the answers file. `choices` is empty if there is an error instead."""
         row: dict[str, Any] = {
             "question_id": self.question_id,
             "category": self.category,
@@ -162,7 +164,7 @@ class Answer:
             for number, text in enumerate(choice["turns"]):
                 said = {name: choice[name][number] for name in _PER_TURN if name in choice}
                 turn = Turn(**fields_in({**said, "text": text}, Turn))
-                # A number of each verify.
+                # Each of these lists has a number per verify.
                 of_verifies = [turn.accepted, turn.proposed, turn.checked]
                 if len({len(numbers) for numbers in of_verifies if numbers is not None}) > 1:
                     raise TypeError("lists of verifies that are not as long as each other")

@@ -1,4 +1,4 @@
-"""What a run is asked for, and its cells: every method under every combination of the values that it looks at."""
+"""This module holds the settings of a run, and its cells: every method with every combination of compared values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS = (
 )
 NEEDS_DRAFT = ("dflash", "undrafted", "stock", "stock-static", "zlab")
 TAKES_ONE_ROW = ("stock", "stock-static", "zlab", "assistant", "lookup")
-# What a cell's name says of each value that a run compares: a value without a word in front is clear by itself.
+# The word before each value in a cell's name. A value without a word is clear by itself.
 _WORDS = {
     "batch": "batch",
     "max_new_tokens": "new",
@@ -43,7 +43,7 @@ _WORDS = {
     "max_matching_ngram_size": "ngram",
     "proposal": "",
 }
-# Options of a draft that a run may compare.
+# Options of a draft of which a run may compare several values.
 DRAFT_OPTIONS = (
     "block_size",
     "verify_width",
@@ -52,7 +52,7 @@ DRAFT_OPTIONS = (
     "proposal",
 )
 _SHARED = ("batch", "max_new_tokens", "temperature", "top_p")
-# What each method looks at.
+# The options that each method uses.
 _LOOKS_AT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(METHODS, (*_SHARED, "dtype")),
     "dflash": (*_SHARED, "dtype", *DRAFT_OPTIONS),
@@ -65,16 +65,16 @@ _LOOKS_AT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a cell of a run decodes: what several values may be compared of.
+    """The options of one cell, of which a run may compare several values.
 
     Args:
         batch (`int`): Questions answered together.
-        max_new_tokens (`int`): Where an answer that does not end is cut.
+        max_new_tokens (`int`): Number of tokens at which an answer is cut.
         temperature (`float`): 0 is greedy.
-        top_p (`float`): Nucleus sampling; the whole vocabulary otherwise.
-        top_k (`int`): Samples from as many tokens; 0 is the whole vocabulary.
-        dtype (`str`): The pair's, or `"auto"` for what the checkpoints say.
-        block_size (`int`, *optional*): Of the draft, at most the one it was trained with.
+        top_p (`float`): Nucleus sampling; 1 is the whole vocabulary.
+        top_k (`int`): Number of tokens to sample from; 0 is the whole vocabulary.
+        dtype (`str`): The pair's dtype, or `"auto"` for the dtype that the checkpoints state.
+        block_size (`int`, *optional*): Block size of the draft, at most the one it was trained with.
         verify_width, num_tree_nodes, max_matching_ngram_size, proposal: See [`~dflash_hf.DFlashGenerationConfig`].
     """
 
@@ -91,10 +91,10 @@ class Options:
     proposal: str | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `generate`; they outweigh what a checkpoint says about sampling."""
+        """Returns the arguments of `generate`. They override a checkpoint's settings of sampling."""
         shared: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
         if self.temperature == 0:
-            # Their neutral values: Transformers warns about any other that greedy decoding does not look at.
+            # These values are neutral. Transformers warns about any other value that greedy decoding does not use.
             return shared | {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
         return shared | {
             **NO_FILTERS,
@@ -105,21 +105,21 @@ class Options:
         }
 
     def for_draft(self) -> dict[str, Any]:
-        """Returns the options of `draft.generation_config` that were given."""
+        """Returns the options of `draft.generation_config` that are set."""
         given = {name: getattr(self, name) for name in DRAFT_OPTIONS}
         return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What a run is asked for: the options of `dflash-hf bench`, under their names, as its help says them.
+    """The settings of a run. They are the options of `dflash-hf bench`, whose help explains them.
 
     Args:
         data (`tuple[str, ...]`): Names of sets, as [`dflash_hf.bench.sets.load_questions`] takes them.
         methods (`tuple[str, ...]`): Some of `METHODS`, in the order of the tables.
-        assistant (`str`, *optional*): What is `--assistant-model` there.
-        batch, ..., proposal (`tuple`): Values of [`Options`], in the units of those; several are compared.
-        template_options (mapping): For the chat template.
+        assistant (`str`, *optional*): The value of the option `--assistant-model`. batch, ..., proposal (`tuple`):
+        Values of [`Options`], in the same units. Several values are compared.
+        template_options (mapping): Options of the chat template.
         device (`str`): A device map for Transformers.
     """
 
@@ -154,7 +154,7 @@ class RunSettings:
     resume: bool = False
 
     def check(self) -> None:
-        """Refuses what cannot be run, before anything is read or loaded.
+        """Refuses settings that cannot be run, before anything is read or loaded.
 
         Raises:
             ValueError: On the first such setting.
@@ -191,7 +191,7 @@ class RunSettings:
                     value,
                     action,
                 )
-        # Else the questions would all be answered before `scores.failure` refuses.
+        # Without this check, all questions would be answered before `scores.failure` refuses.
         can_run = not self.run_code or os.name == "posix"
         require(can_run, "Linux or macOS for --run-code", os.name, "leave out --run-code")
         for value in self.proposal:
@@ -231,9 +231,10 @@ class RunSettings:
                 require(not given, what, asked, "give both, or leave out the option")
 
     def what_matters(self) -> dict[str, Any]:
-        """Returns what makes two runs the same, as plain values: all but the folders, and what to do at the end.
+        """Returns the settings that make two runs the same, as plain values.
 
-        They are the same in every working folder: paths are whole ones.
+        These are all settings but the folders, `resume` and `run_code`. They are the same in every working folder,
+        because paths are absolute.
         """
         left_out = ("out", "data_dir", "resume", "run_code")
         plain = {
@@ -252,7 +253,7 @@ class RunSettings:
 
 
 def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
-    """Per option a test of a value, what it tests in words, and what to do about another."""
+    """Returns per option a test of a value, the allowed values in words, and the action for another value."""
     import torch
 
     from dflash_hf.block.tree import MAX_MATCHING
@@ -291,13 +292,13 @@ def _allowed() -> dict[str, tuple[Callable[[Any], bool], str, str]]:
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """A method under one combination of values: one line of the tables, one file of answers.
+    """A method with one combination of values. Each cell has a line in the tables and a file of answers.
 
     Args:
-        model_id (`str`): The method's name, and the values that the run compares.
-        values (`dict`): Those of the options that the run compares, by name.
-        baseline (`str`, *optional*): The cell of plain `generate` that its speed-up is over.
-        own_baseline (`str`, *optional*): Of `dflash`, the cell of this package without the draft.
+        model_id (`str`): The method's name, with the values that the run compares.
+        values (`dict`): The values that the run compares, by option.
+        baseline (`str`, *optional*): The cell of plain `generate` that is the base of its speed-up.
+        own_baseline (`str`, *optional*): For `dflash`, the cell of this package's loop without the draft.
         failed (`str`, *optional*): Why it was not asked, or not to the end.
     """
 
@@ -311,7 +312,7 @@ class Cell:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether it draws its tokens, so that its texts need not be its baseline's."""
+        """Whether it samples, so that its texts may differ from its baseline's."""
         return self.options.temperature > 0
 
     @classmethod
@@ -323,10 +324,10 @@ class Cell:
 
 
 def make_cells(settings: RunSettings) -> list[Cell]:
-    """Returns the cells of a run: methods in their order, values of each in theirs.
+    """Returns the cells of a run. Methods are in their order, and so are the values of each option.
 
-    Values that a method does not look at make no cells of their own: plain `generate` has no block, greedy decoding no
-    top-p and no rule of proposing, and a chain no continuations.
+    Values that a method does not use make no cells of their own. For example, plain `generate` has no block, greedy
+    decoding has no top-p and no rule of proposing, and a chain has no continuations from the text.
     """
     cells: dict[str, Cell] = {}
     swept = [name for name in _WORDS if len(getattr(settings, name)) > 1]
@@ -366,7 +367,7 @@ def _shown(value: Any) -> str:
 
 
 def _with_same_values(method: str, cell: Cell, cells: Iterable[Cell]) -> str | None:
-    """The one cell of a method with the same values as another cell, as far as both look at them."""
+    """Returns the cell of a method with the same values of shared options; `None` if there is not exactly one."""
     shared = [name for name in _LOOKS_AT[cell.method] if name in _LOOKS_AT[method]]
     found = [
         other.model_id

@@ -1,8 +1,9 @@
-"""Two runs side by side: what changed beyond the noise of the choice of questions, and what differs between them.
+"""This module compares two runs: what changed beyond the noise of the choice of questions, and what else differs.
 
-Only questions that both asked, and methods that both ran. Intervals are over questions: they know nothing of another
-machine or a busier one, which moves tokens/s of all methods. The speed-up, whose baseline ran in turns with the
-method, is moved less by that, acceptance, accuracy and texts not at all.
+Only questions that both runs asked and methods that both ran are compared. Intervals are over questions. They do not
+include the effect of another machine or a busier one, which changes the tokens/s of all methods. The speed-up changes
+less in that case, because its baseline ran in turns with the method. Acceptance, accuracy and texts do not change at
+all.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from dflash_hf.bench.summary import Scores, read_scores
 from dflash_hf.errors import listed
 from dflash_hf.tables import make_table
 
-# Of an interval: a comparison has many rows, and one in twenty of 95 % ones would be a false alarm
+# The level of the intervals. A comparison has many rows, and one in twenty 95 % intervals would be a false alarm.
 CERTAIN = 0.99
 ALL = "all sets"
-# What is another in any two runs.
+# These differ between any two runs.
 _NOT_CONDITIONS = ("provenance.date", "provenance.command")
 
 
@@ -40,8 +41,8 @@ class Change:
     Args:
         dataset (`str`): Name of the set, or `ALL`.
         before, after (`float`): The number in the first and in the second run.
-        low, high (`float`, *optional*): 99 % interval of the ratio (of speeds), or of the difference (of the others).
-        count (`int`): Questions that it is of; answers, of texts.
+        low, high (`float`, *optional*): 99 % interval of the ratio (for speeds) or of the difference (for the others).
+        count (`int`): Number of questions; for texts, number of answers.
     """
 
     dataset: str
@@ -57,25 +58,25 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What two runs have in common and where they part."""
+    """The result of comparing two runs."""
 
     folders: tuple[Path, Path]
-    changes: list[Change]  # per set and method, all numbers that both have
-    # Settings and provenance that differ: name, first run's, second's
+    changes: list[Change]  # all numbers that both runs have, per set and method
+    # Settings and provenance that differ: name, value of the first run, value of the second run.
     conditions: list[tuple[str, str, str]]
-    left_out: list[str]  # methods that only one of them has answers of
+    left_out: list[str]  # methods that only one of the runs has answers of
 
     @property
     def beyond_noise(self) -> list[Change]:
-        """Returns the changes that chance does not explain, in the order of `changes`."""
+        """The changes that chance does not explain, in the order of `changes`."""
         return [change for change in self.changes if change.is_beyond_noise]
 
 
 def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Comparison:
-    """Compares the runs of two folders on the questions that both asked; accuracy where both have `scores.jsonl`.
+    """Compares the runs of two folders on the questions that both asked. Accuracy needs `scores.jsonl` in both.
 
     Raises:
-        ValueError: If one is no run's folder, or they have no question or no method in common.
+        ValueError: If one is not the folder of a run, or they have no question or no method in common.
     """
     runs = read_run(first), read_run(second)
     one, two = (run.questions for run in runs)
@@ -122,7 +123,7 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Co
 def _changes(
     runs: tuple[Run, Run], scores: tuple[Scores, Scores], name: str, asked: set[Key], dataset: str
 ) -> Iterator[Change]:
-    """All numbers of a method that both runs have, on the questions of a set that both answered."""
+    """Yields all numbers of a method that both runs have, on the questions of a set that both answered."""
     of: dict[str, Any] = {"dataset": dataset, "model_id": name}
     mine = [_answers(run, name, asked) for run in runs]
     keys = [key for key in mine[0] if key in mine[1]]
@@ -148,7 +149,7 @@ def _changes(
     ]
     if all(part[:, 1].any() for part in verifies):
         yield _change(of, "acceptance length", keys, verifies)
-    # Failed answers have a score too: they are not right.
+    # Failed answers have a score too, because they count as wrong.
     means = [
         mean_scores(
             (key, score)
@@ -169,7 +170,7 @@ def _changes(
             sum(sign * (means[1][key] - means[0][key]) > 0 for key in scored) for sign in (-1, 1)
         )
         yield replace(change, is_beyond_noise=mcnemar(lost, won) < 1 - CERTAIN)
-    # Of drawn texts, which may differ, nothing is said.
+    # Sampled texts may differ, so they are not compared.
     others = {(key, answer.repeat): answer for key in keys for answer in mine[1][key]}
     pairs = [(answer, others.get((key, answer.repeat))) for key in keys for answer in mine[0][key]]
     same = [first_difference(one, other) is None for one, other in pairs if other is not None]
@@ -186,7 +187,7 @@ def _changes(
 
 
 def _answers(run: Run, name: str, keys: set[Key]) -> dict[Key, list[Answer]]:
-    """Answers of a method by question, all repeats; failed ones left out."""
+    """Returns a method's answers by question, with all repeats but without failed answers."""
     found: dict[Key, list[Answer]] = {}
     for (key, _), answer in run.answers.get(name, {}).items():
         if key in keys and not answer.has_failed:
@@ -201,7 +202,11 @@ def _change(
     parts: Sequence[Any],
     is_ratio: bool = False,
 ) -> Change:
-    """A change with its interval, from what each run's number is the ratio of, summed of each question."""
+    """Returns a change with its interval.
+
+    `parts` holds, per run, the columns that are summed over the questions. The number of a run is a ratio of these
+    sums.
+    """
     values = np.hstack(parts)
     before, after = (float(number) for number in _numbers(values.sum(axis=0)))
     drawn_before, drawn_after = _numbers(resample(values, [dataset for dataset, _ in keys]))
@@ -215,7 +220,7 @@ def _change(
 
 
 def _numbers(sums: Any) -> list[Any]:
-    """Both runs' numbers: of `(..., 4)` sums one over the other, of `(..., 8)` their [`ratios`]."""
+    """Returns both runs' numbers: the ratio of two sums each for `(..., 4)`, and their [`ratios`] for `(..., 8)`."""
     with np.errstate(divide="ignore", invalid="ignore"):
         halves = np.split(sums, 2, axis=-1)
         if sums.shape[-1] == 8:
@@ -224,13 +229,13 @@ def _numbers(sums: Any) -> list[Any]:
 
 
 def _rates(answers: Mapping[Key, Sequence[Answer]], keys: Sequence[Key]) -> Any:
-    """Tokens and seconds of each question, a float array of `(questions, 2)`."""
+    """Returns the tokens and seconds of each question, a float array of shape `(questions, 2)`."""
     pairs = [(answer, answer) for key in keys for answer in answers[key]]
     return per_question(pairs)[:, :2]
 
 
 def _verifies(answers: Sequence[Answer]) -> tuple[int, int]:
-    """Tokens committed, and by how many verifies."""
+    """Returns the number of tokens committed, and the number of verifies."""
     counts = [
         count for answer in answers for turn in answer.turns for count in turn.committed or ()
     ]
@@ -261,7 +266,7 @@ def _flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def comparison_tables(comparison: Comparison) -> list[Table]:
-    """Returns what a person reads of a comparison: the conditions that differ, if any do, and the changes."""
+    """Returns the tables of a comparison for people: the conditions that differ (if any), and the changes."""
     tables: list[Table] = []
     names = Text(
         "\n".join(
@@ -296,12 +301,12 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    """What it is, both numbers, the change, its interval and what it is of, as text."""
+    """Returns the cells of a row as text: quantity, both numbers, change, interval and count."""
     if change.quantity == "same text":
         return change.quantity, "", f"{100 * change.after:.1f} %", "", "", str(change.count)
     ends = [end for end in (change.low, change.high) if end is not None]
     if change.quantity in ("tokens/s", "speed-up"):
-        # The change is in per cent of the number before, as the interval is of the ratio.
+        # The change is in per cent of the first number, because the interval is one of the ratio.
         before = f"{change.before:.2f}"
         after = f"{change.after:.2f}"
         ratio = change.after / change.before if change.before else 1.0

@@ -1,4 +1,4 @@
-"""What is counted of some answers of one way of decoding, and of them beside the baseline's to the same questions."""
+"""This module counts what answers of one way of decoding cost, and compares them with the baseline's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_hf.bench.answers import Answer, Turn
 from dflash_hf.bench.intervals import interval, resample, spread, wilson
 from dflash_hf.bench.questions import Key
 
-# What the numbers are, in the words of the report.
+# The definitions of the numbers, as the report prints them.
 DEFINITIONS = {
     "tokens/s": "New tokens over the seconds of the calls that made them, prefill included; the rows of a batch share "
     "a call's seconds.",
@@ -46,11 +46,11 @@ DEFINITIONS = {
 
 
 def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
-    """Counts what some answers of one way of decoding cost; seconds, tokens and ratios, `None` of what is not known.
+    """Counts the cost of answers of one way of decoding, as seconds, tokens and ratios; `None` for what is not known.
 
     Args:
-        answers: Of any sets; failed ones are counted, and nothing else of them.
-        bin_tokens (`int`): Tokens per bin of what is counted along a text.
+        answers: Answers to any sets. Failed answers are only counted.
+        bin_tokens (`int`): Tokens per bin of the numbers along a text.
     """
     turns = [turn for answer in answers for turn in answer.turns]
     errors = Counter(answer.error for answer in answers if answer.error is not None)
@@ -85,8 +85,10 @@ def measure(answers: Sequence[Answer], bin_tokens: int) -> dict[str, Any]:
 
 
 def decode_part(turn: Turn) -> tuple[float, float]:
-    """Returns the tokens of a turn behind the first one, and their share of its seconds; nothing where its TTFT is
-    not known."""
+    """Returns the number of tokens of a turn after the first one, and the seconds that they took.
+
+    Both are 0 if the TTFT is not known or the turn is empty.
+    """
     if turn.ttft is None or not turn.new_tokens:
         return 0.0, 0.0
     share = turn.wall_time / turn.latency if turn.latency else 0.0
@@ -94,12 +96,12 @@ def decode_part(turn: Turn) -> tuple[float, float]:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """Returns a ratio, or `None` of nothing."""
+    """Returns a ratio, or `None` if `whole` is 0."""
     return float(part / whole) if whole else None
 
 
 def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
-    """What was committed and accepted, by all definitions; `None` where nothing was drafted."""
+    """Returns what was committed and accepted, by all definitions; `None` if nothing was drafted."""
     drafted = [(turn, turn.committed) for turn in turns if turn.committed is not None]
     committed = [count for _, counts in drafted for count in counts]
     if not committed:
@@ -127,7 +129,10 @@ def _acceptance(turns: list[Turn], bin_tokens: int) -> dict[str, Any] | None:
 
 
 def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
-    """What a server's own counters say, by vLLM's names; SGLang's mean is the mean of what it said after each call."""
+    """Returns the acceptance from a server's own counters, by vLLM's names.
+
+    For SGLang, the acceptance length is the mean of the values that the server reported after each call.
+    """
     told = [turn.counters for turn in turns if turn.counters]
     if not told:
         return None
@@ -155,10 +160,10 @@ def _server_acceptance(turns: list[Turn]) -> dict[str, Any] | None:
 
 
 def by_position(drafts: Any) -> list[tuple[int, int]]:
-    """Returns for each position of the block how many verifies accepted its proposal, and how many came to it.
+    """Returns, for each position of the block, how many verifies accepted its proposal, and how many checked it.
 
     Args:
-        drafts (int array of `(verifies, 3)`): As [`draft_counts`] returns them.
+        drafts (int array of shape `(verifies, 3)`): The result of [`draft_counts`].
     """
     accepted = drafts[:, 0]
     checked = drafts[:, 2]
@@ -170,7 +175,7 @@ def by_position(drafts: Any) -> list[tuple[int, int]]:
 
 
 def draft_counts(turns: Iterable[Turn]) -> Any:
-    """Returns tokens accepted and proposed, and positions checked, of every verify that had a proposal.
+    """Returns tokens accepted, tokens proposed and positions checked, for every verify that had a proposal.
 
     Returns:
         `numpy.ndarray` of shape `(drafts, 3)`, int64.
@@ -179,7 +184,7 @@ def draft_counts(turns: Iterable[Turn]) -> Any:
     for turn in turns:
         if turn.accepted is None or turn.proposed is None:
             continue
-        # In a chain each proposal has a position of its own.
+        # In a chain, each proposal has its own position.
         checked = turn.proposed if turn.checked is None else turn.checked
         verifies = zip(turn.accepted, turn.proposed, checked, strict=True)
         counts += [verify for verify in verifies if verify[1] > 0]
@@ -187,7 +192,7 @@ def draft_counts(turns: Iterable[Turn]) -> Any:
 
 
 def _along_text(texts: list[list[int]], bin_tokens: int) -> list[dict[str, Any]]:
-    """Tokens per verify by where in its text a verify began, the prefill's token before them all."""
+    """Returns tokens per verify, by the place in the text where the verify began. The prefill's token comes first."""
     starts = [1 + np.cumsum([0, *counts[:-1]]) for counts in texts if counts]
     bins = np.concatenate(starts) // bin_tokens
     verifies = np.bincount(bins)
@@ -203,15 +208,15 @@ def _along_text(texts: list[list[int]], bin_tokens: int) -> list[dict[str, Any]]
     ]
 
 
-# A method's answer, and the baseline's to the same question and repeat; none failed
+# A method's answer, and the baseline's answer to the same question and repeat. Neither has failed.
 Pair = tuple[Answer, Answer]
 
 
 def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
-    """Compares tokens per second over questions that both answered; `None` where there are none.
+    """Compares tokens per second over questions that both methods answered; `None` if there are none.
 
     Returns:
-        `dict`: `questions`, and `ratio`, `low`, `high` of the whole calls; the same of decoding alone under `decode`.
+        `dict`: `questions`, and `ratio`, `low`, `high` of the whole calls. `decode` has the same of decoding alone.
     """
     if not pairs:
         return None
@@ -229,9 +234,9 @@ def speedup(pairs: Sequence[Pair]) -> dict[str, Any] | None:
 
 
 def per_question(pairs: Sequence[Pair]) -> Any:
-    """Returns sums over the repeats of each question, in their order, a float array of `(questions, 8)`.
+    """Returns sums over the repeats of each question, in order, a float array of shape `(questions, 8)`.
 
-    Columns: tokens and seconds of the method, of the baseline; then the same without their prefills.
+    The columns are tokens and seconds of the method, the same of the baseline, and then all four without the prefills.
     """
     sums: dict[Key, Any] = {}
     for pair in pairs:
@@ -246,8 +251,10 @@ def per_question(pairs: Sequence[Pair]) -> Any:
 
 
 def ratios(sums: Any) -> Any:
-    """Returns the ratios of tokens per second, of `(..., 4)` sums of tokens and seconds of two methods; not finite
-    where one took no time or made no tokens to compare with."""
+    """Returns the ratios of the tokens per second of two methods, from their sums of tokens and seconds `(..., 4)`.
+
+    A ratio is not finite if a method took no time, or if the second one made no tokens.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         mine = sums[..., 0] / sums[..., 1]
         theirs = sums[..., 2] / sums[..., 3]
@@ -255,9 +262,9 @@ def ratios(sums: Any) -> Any:
 
 
 def first_difference(answer: Answer, other: Answer) -> tuple[int, int | None] | None:
-    """Returns the turn and the token at which two answers first differ, or `None` where they are the same.
+    """Returns the turn and the token at which two answers first differ, or `None` if they are the same.
 
-    The token is `None` where only texts can be compared.
+    The token is `None` if only texts can be compared.
     """
     for number, (one, two) in enumerate(zip(answer.turns, other.turns, strict=False)):
         if not one.token_ids or not two.token_ids:
@@ -265,16 +272,16 @@ def first_difference(answer: Answer, other: Answer) -> tuple[int, int | None] | 
                 return number, None
         elif one.token_ids != two.token_ids:
             equal = [a == b for a, b in zip(one.token_ids, two.token_ids, strict=False)]
-            # Where all are equal, they differ where the shorter one has ended.
+            # If all shared tokens are equal, the answers differ at the end of the shorter one.
             return number, [*equal, False].index(False)
     return None
 
 
 def accuracy(scored: Sequence[tuple[Key, float]]) -> dict[str, Any] | None:
-    """Returns the mean score over questions, their repeats averaged, with its interval; `None` of no score.
+    """Returns the mean score over questions, after averaging repeats, with its interval; `None` without scores.
 
     Args:
-        scored: One score per answer that has one, with its question.
+        scored: The question and the score of each answer that has a score.
     """
     if not scored:
         return None

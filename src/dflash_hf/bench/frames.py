@@ -1,4 +1,4 @@
-"""Acceptance as pandas data frames: of a run's files by task and position, and of drafts token by token."""
+"""This module makes pandas data frames of acceptance: of a run by task and position, and of drafts token by token."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ TOKEN_COLUMNS = [
 
 
 def acceptance_frame(folder: str | os.PathLike[str]) -> Any:
-    """Returns what the drafts of a `dflash-hf bench` run had right, by task and position, as a `pandas.DataFrame`.
+    """Returns how much a `dflash-hf bench` run accepted, by task and position, as a `pandas.DataFrame`.
 
-    One line per method that drafts, set, category and position in the block. A verify without a proposal does not
-    count. Columns:
+    There is one line per drafting method, set, category and position in the block. A verify without a proposal does
+    not count. Columns:
 
     | column | meaning |
     |---|---|
     | `method` | `model_id` of the run, such as `dflash` |
-    | `dataset`, `category` | of the questions |
+    | `dataset`, `category` | set and category of the questions |
     | `position` | place in the block, 1 for the first guess |
-    | `num_tried` | verifies that checked this place, everything before it accepted |
-    | `num_accepted` | those of them that accepted it |
+    | `num_tried` | verifies that accepted everything before this place and checked it |
+    | `num_accepted` | how many of these verifies accepted this place |
     | `conditional` | `num_accepted / num_tried` |
     | `joint` | `num_accepted` divided by all verifies of these questions |
 
     Args:
-        folder: The run's, with `run.json` and `answers-*.jsonl`.
+        folder: The folder of the run, with `run.json` and `answers-*.jsonl`.
 
     Raises:
-        ValueError: If the folder holds no run.
+        ValueError: If the folder contains no run.
         ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
     """
     run = read_run(folder)
@@ -81,7 +81,7 @@ def acceptance_frame(folder: str | os.PathLike[str]) -> Any:
         for (dataset, category), some in turns.items():
             counts = draft_counts(some)
             for position, (num_accepted, num_tried) in enumerate(by_position(counts), 1):
-                # A draft that was never right up to here was not tried here.
+                # If no draft was right up to here, this place was never checked.
                 conditional = ratio(num_accepted, num_tried)
                 joint = num_accepted / len(counts)
                 place = (cell.model_id, dataset, category, position)
@@ -98,17 +98,18 @@ def token_frame(
     max_new_tokens: int = 256,
     **template_options: Any,
 ) -> Any:
-    """Decodes prompts greedily with each draft and returns a line per draft and token, as a `pandas.DataFrame`.
+    """Decodes prompts greedily with each draft. Returns a line per draft and token, as a `pandas.DataFrame`.
 
     Each verify checks the draft's block as a chain. The first token of an answer comes from the prefill, which has no
-    guesses, and has no line. In half precision two tokens may tie within rounding, so that two drafts' texts differ
-    from there on. The lines after the last token that all drafts share are left out, and the log says so. Columns:
+    guesses, so this token has no line. In half precision, two tokens may tie within rounding, and then the texts of
+    two drafts differ from there on. The lines after the last token that all drafts share are left out, and the log
+    says so. Columns:
 
     | column | meaning |
     |---|---|
-    | `draft`, `task` | names, as they are given |
+    | `draft`, `task` | the names in the arguments |
     | `prompt` | number of the prompt in its task, from 0 |
-    | `index` | number of the token in the answer; 0 is the prefill's |
+    | `index` | number of the token in the answer; 0 is the prefill's token |
     | `verify` | number of the verify that committed it, from 1 |
     | `position` | its place in the block, 1 for the first guess |
     | `token_id`, `token` | the token of the target, as its number and as text |
@@ -123,16 +124,17 @@ def token_frame(
         target (`PreTrainedModel`): The target.
         drafts (mapping): Drafts of this target by name.
         encoder: The target's tokenizer, or its processor.
-        prompts (mapping): By the name of a task, a list of prompts: each a text, or messages in Transformers' form.
-        max_new_tokens (`int`): Longest answer, in tokens.
-        template_options: Of the chat template, such as `enable_thinking=False`.
+        prompts (mapping): A list of prompts by the name of the task. Each prompt is a text, or messages in
+            Transformers' form.
+        max_new_tokens (`int`): Maximum length of an answer, in tokens.
+        template_options: Options of the chat template, such as `enable_thinking=False`.
 
     Raises:
-        ValueError: If a name of a draft or task is missing, a task has one prompt in the place of a list, a draft is
-            none or is set to check a tree, or `generate` refuses the call.
+        ValueError: If there is no draft or no task; if a task has one prompt instead of a list; if a draft is not a
+            draft or is set to check a tree; or if `generate` refuses the call.
         ImportError: Without pandas; `pip install 'dflash-hf[research]'`.
     """
-    # What is no mapping may say nothing of its length: a draft itself, for one.
+    # Something that is not a mapping (for example, a draft itself) may have no length.
     has_drafts = is_a(drafts, Mapping) and bool(drafts)
     require(has_drafts, "at least one draft by name", type(drafts).__name__, "pass {'name': draft}")
     has_prompts = is_a(prompts, Mapping) and bool(prompts)
@@ -168,17 +170,17 @@ def token_frame(
     without_text = [column for column in TOKEN_COLUMNS if column != "token"]
     frame = pandas.DataFrame(lines, columns=without_text)
     frame["token"] = [decode([token]) for token in frame["token_id"]]
-    # pandas' own types for what may be missing: means leave those lines out.
+    # pandas' own types for values that may be missing. Means leave out these lines.
     frame["guess_id"] = frame["guess_id"].astype("Int64")
     frame["is_right"] = frame["is_right"].astype("boolean")
     return frame[TOKEN_COLUMNS]
 
 
 def _told_by(steps: Iterator[DFlashStep]) -> list[tuple[Any, ...]]:
-    """Returns verify, position, token, guess, whether it is right, and the target's probability, of each token."""
+    """Returns verify, position, token, guess, whether the guess is right, and the target's probability, per token."""
     lines: list[tuple[Any, ...]] = []
     for step in steps:
-        # The prefill has no guesses, and its logits are not given out.
+        # The prefill has no guesses and gives out no logits.
         if step.logits is None:
             continue
         tokens = step.committed[0]
@@ -198,7 +200,7 @@ def _told_by(steps: Iterator[DFlashStep]) -> list[tuple[Any, ...]]:
 def _shared_lines(
     told: dict[str, list[tuple[Any, ...]]], task: str, number: int
 ) -> list[tuple[Any, ...]]:
-    """Returns the lines of one prompt, by draft as of [`_told_by`], up to where the drafts' texts part."""
+    """Returns the lines of one prompt for all drafts, up to the token where the drafts' texts differ."""
     num_shared = _num_shared([[line[2] for line in its] for its in told.values()])
     if num_shared < max(map(len, told.values())):
         logger.warning(
@@ -216,7 +218,7 @@ def _shared_lines(
 
 
 def _num_shared(texts: list[list[int]]) -> int:
-    """Returns how many tokens from the first one on are the same in all texts."""
+    """Returns how many tokens, from the first one on, are the same in all texts."""
     num_shared = 0
     for tokens in zip(*texts, strict=False):
         if len(set(tokens)) > 1:

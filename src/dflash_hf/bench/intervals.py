@@ -1,7 +1,7 @@
-"""How far a number may be off by the choice of questions: bootstrap and Wilson intervals, McNemar's test.
+"""This module computes how much a number depends on the choice of questions: bootstrap, Wilson and McNemar's test.
 
-All are over questions, which are drawn from a set. What another machine, or another hour of the same one, would have
-measured they do not say.
+All intervals are over questions, which are a sample of a set. They do not say what another machine, or the same
+machine at another time, would have measured.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ Z = 1.959963984540054  # of the normal distribution, two-sided 95 %
 
 
 def resample(values: Array, sets: Sequence[str]) -> Array:
-    """Draws as many questions of each set as there are, with replacement, many times, and returns the sums.
+    """Draws questions of each set with replacement, as many as the set has, many times. Returns the sums.
 
-    What is compared stands in one row of `values`, so that a question that is drawn is drawn for both.
+    All numbers of a question are in one row of `values`, so that a drawn question counts for everything that is
+    compared.
 
     Args:
-        values (array of `(questions, n)`): What is summed of each question.
-        sets (sequence of `str`): The set of each: its share of a sum over several sets is no matter of chance.
+        values (array of shape `(questions, n)`): The numbers of each question that are summed.
+        sets (sequence of `str`): The set of each question. Each set keeps its share in a sum over several sets.
 
     Returns:
-        array of `(DRAWS, n)`; no draws of fewer than two questions, which say nothing about a choice of them.
+        array of shape `(DRAWS, n)`. It is empty for fewer than two questions, which cannot show the effect of a
+        choice.
     """
     if len(values) < 2:
         return np.empty((0, values.shape[1]))
@@ -37,7 +39,7 @@ def resample(values: Array, sets: Sequence[str]) -> Array:
     for name in dict.fromkeys(sets):
         part = values[names == name]
         count = len(part)
-        step = max(1, 2**15 // count)  # draws at a time: memory stays small whatever the set
+        step = max(1, 2**15 // count)  # draws at a time, so that memory stays small for any set
         for start in range(0, DRAWS, step):
             size = min(step, DRAWS - start)
             chosen = rng.integers(count, size=(size, count)) + np.arange(size)[:, None] * count
@@ -47,7 +49,7 @@ def resample(values: Array, sets: Sequence[str]) -> Array:
 
 
 def interval(drawn: Array, share: float = 0.95) -> tuple[float, float] | tuple[None, None]:
-    """Returns what the middle share of the draws lies between, those left out that are not finite; `None` of none."""
+    """Returns the ends of the middle `share` of the finite draws; `None` if no draw is finite."""
     finite = drawn[np.isfinite(drawn)]
     if not finite.size:
         return None, None
@@ -60,19 +62,19 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
     Args:
         mean (`float`): The share, between 0 and 1.
-        count (`int`): Questions that it is of, at least one.
+        count (`int`): Number of questions, at least one.
     """
     centre = mean + Z * Z / (2 * count)
     spread = Z * math.sqrt(mean * (1 - mean) / count + Z * Z / (4 * count * count))
     scale = 1 + Z * Z / count
-    # The share lies between both, but for rounding at 0 and 1.
+    # The share lies between the two ends, except for rounding at 0 and 1.
     return max(0.0, min(mean, (centre - spread) / scale)), min(
         1.0, max(mean, (centre + spread) / scale)
     )
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """Returns the exact two-sided p value of McNemar's test: that so many of the changed answers changed one way.
+    """Returns the exact two-sided p value of McNemar's test, for how one-sided the changes of answers are.
 
     Args:
         lost (`int`): Questions that were right before and are wrong now.
@@ -84,7 +86,7 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float] | None:
-    """Returns mean, median and 95th percentile (linear between neighbours), or `None` of nothing."""
+    """Returns mean, median and 95th percentile (linear between neighbours); `None` without values."""
     if not values:
         return None
     return {

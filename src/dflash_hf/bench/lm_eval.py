@@ -1,9 +1,9 @@
-"""lm-eval's tasks, answered with a draft: its `hf` model, whose `generate` gets `assistant_model=`.
+"""This module answers lm-eval's tasks with a draft: it is lm-eval's `hf` model with `assistant_model=` in `generate`.
 
     python -m dflash_hf.bench.lm_eval --model dflash-hf --model_args pretrained=X,draft=Y --tasks gsm8k --batch_size 8
 
-is lm-eval's own command line, with this model in its registry. The releases of lm-eval up to 0.4.13 know no models but
-their own; later ones find this one by its entry point, so that there `lm_eval --model dflash-hf ...` is all one types.
+is lm-eval's own command line, with this model in its registry. Releases of lm-eval up to 0.4.13 know only their own
+models. Later releases find this model by its entry point, so that `lm_eval --model dflash-hf ...` is enough.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ except ModuleNotFoundError as error:
         f"expected lm-eval for its tasks, got no module {error.name}; pip install 'dflash-hf[lm-eval]'"
     ) from error
 
-# For type checkers its decorator leaves no more than lm-eval's interface
+# With lm-eval's decorator, type checkers see only lm-eval's interface.
 HFLM: Any = huggingface.HFLM
 
 
 class StopTexts(StoppingCriteria):
-    """Stops a row once it has said one of some texts.
+    """Stops a row once its answer contains one of some texts.
 
-    lm-eval's own criteria keep a list of rows that have stopped and end the call with the last of them; what a row
-    says behind a text is cut off afterwards. This one needs no such list, so rows need not wait for each other.
+    lm-eval's own criteria keep a list of rows that have stopped, and end the call with the last row. Text after a stop
+    is cut off later. This class needs no such list, so rows need not wait for each other.
 
     Args:
-        tokenizer: What decodes.
-        texts (`list[str]`): The texts.
-        num_columns (`int`): Columns of the prompts, which are not looked at.
+        tokenizer: The tokenizer that decodes the answer.
+        texts (`list[str]`): The stop texts.
+        num_columns (`int`): Columns of the prompts, which are not searched.
     """
 
     is_row_wise = True
@@ -48,35 +48,36 @@ class StopTexts(StoppingCriteria):
         self.texts = [text for text in texts if text]
         self.num_columns = num_columns
         lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in self.texts]
-        # Two more: a text may be written in other tokens than its own
+        # Two tokens more, because an answer may write a text in other tokens.
         self.num_last = 2 + max(lengths, default=0)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        """Returns which rows stop `[B]`; `input_ids` are the tokens so far `[B, T]`."""
+        """Returns which rows stop, `[B]`. `input_ids` `[B, T]` are the tokens so far."""
         stops = [self._is_said(row) for row in input_ids[:, self.num_columns :].tolist()]
         return cast(torch.BoolTensor, torch.tensor(stops, device=input_ids.device))
 
     def _is_said(self, ids: list[int]) -> bool:
-        # The last tokens alone may be decoded otherwise than behind what comes before them, and save decoding all.
+        # The last tokens come first, because they are cheap to decode. Their text may differ without the tokens
+        # before.
         decoded = (self.tokenizer.decode(part) for part in (ids[-self.num_last :], ids))
         return all(any(text in said for text in self.texts) for said in decoded)
 
 
 class DFlashLM(HFLM):
-    """lm-eval's model of Transformers, which answers `generate_until` with a draft.
+    """lm-eval's `hf` model, which answers `generate_until` with a draft.
 
-    What is only scored (`loglikelihood`) the target does alone. Texts are those of `hf`, at every batch size. With
-    `think_end_token`, where `hf` stops depends on the other rows of a batch: there lm-eval's own criteria are used,
-    under which rows advance together, and a batch accepts less per verify.
+    The target alone computes `loglikelihood`. Texts are the same as those of `hf`, at every batch size. With
+    `think_end_token`, the place where `hf` stops depends on the other rows of a batch. Then lm-eval's own criteria are
+    used. With these criteria rows advance together, so a batch accepts fewer tokens per verify.
 
     Args:
         pretrained (`str` or `PreTrainedModel`): The target.
-        draft (`str` or `DFlashDraftModel`, *optional*): Its draft; a folder's or the Hub's is loaded in the target's
-            dtype, onto its device. Without one this is `hf`.
+        draft (`str` or `DFlashDraftModel`, *optional*): Its draft. A folder or Hub id is loaded in the target's dtype
+            onto the target's device. Without a draft, this is `hf`.
         kwargs: All other arguments of lm-eval's `hf`.
 
     Raises:
-        ValueError: If the draft cannot be loaded. One that is not the target's is refused by the first `generate`.
+        ValueError: If the draft cannot be loaded. A draft for another target is refused by the first `generate`.
     """
 
     def __init__(
@@ -93,13 +94,13 @@ class DFlashLM(HFLM):
         if self.draft is None:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         generation_kwargs["assistant_model"] = self.draft
-        # For stop strings of the target's `generation_config`
+        # `generate` needs it for stop strings of the target's `generation_config`.
         generation_kwargs["tokenizer"] = self.tokenizer
         if self.think_end_token is not None:
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
         if not generation_kwargs.get("do_sample"):
             generation_kwargs["do_sample"] = False
-            # lm-eval says 0 for greedy, Transformers warns of it
+            # lm-eval passes 0 for greedy decoding, and Transformers warns about it.
             generation_kwargs.pop("temperature", None)
         criteria = StoppingCriteriaList([StopTexts(self.tokenizer, stop, context.shape[1])])
         dtype = self.mixed_precision_dtype
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The registry takes one class under a name, and that is this module's, not its second one in __main__.
+    # The registry takes one class per name. This must be the class of the imported module, not the one of __main__.
     from dflash_hf.bench import lm_eval as registered
 
     registered.main()

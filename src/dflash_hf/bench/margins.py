@@ -1,4 +1,4 @@
-"""Where answers of a run differ from the baseline's, and whether two logits tie there: measured when all are there."""
+"""This module finds where a run's answers differ from the baseline's, and measures whether two logits tie there."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dflash_hf.pair.agreement import agreement, reference_for
 
 
 def write_margins(folder: Path, models: Mapping[str, Models]) -> Path:
-    """Writes `margins.jsonl`, whole or not at all, for a run whose answers are all there.
+    """Writes `margins.jsonl`, whole or not at all, for a run with all its answers.
 
     Sampled answers have other noise than their baseline's and are left out.
 
     Args:
-        models (mapping): What the run has loaded, by the name that `--dtype` gave.
+        models (mapping): The loaded models, by the value of `--dtype`.
     """
     run = read_run(folder)
     rows: list[dict[str, Any]] = []
@@ -43,20 +43,20 @@ def margins(
     models: Models,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures by how little greedy answers differ from their baseline's.
+    """Measures how far greedy answers are from their baseline's, where they first differ.
 
-    Of a question of several turns only the first that differs counts: later ones are answers to another conversation.
-    Answers that failed, and those of servers, which do not tell their tokens, are left out.
+    For a question of several turns, only the first turn that differs counts, because later turns answer another
+    conversation. Failed answers are left out, and so are answers of servers, which do not report their tokens.
 
     Args:
         pairs (iterable of two `Answer`): A method's answer and its baseline's, to the same question and repeat.
-        models (`Models`): What wrote them, in one dtype.
-        system (`str`, *optional*): What every conversation began with.
+        models (`Models`): The models that wrote them, in one dtype.
+        system (`str`, *optional*): System prompt of every conversation.
 
     Returns:
-        `list[dict]`: Lines of `margins.jsonl`, one per answer that differs: `model_id`, `dataset`, `question_id`,
-        `repeat`, `turn`, and of [`~dflash_hf.pair.agreement.Agreement`] `token`, `margin`, `tolerance`,
-        `measured_in`, `is_tie` and `sentence`.
+        `list[dict]`: Lines of `margins.jsonl`, one per answer that differs. A line has `model_id`, `dataset`,
+        `question_id`, `repeat` and `turn`. It also has `token`, `margin`, `tolerance`, `measured_in`, `is_tie` and
+        `sentence` of [`~dflash_hf.pair.agreement.Agreement`].
     """
     reference: PreTrainedModel | None = None
     rows: list[dict[str, Any]] = []

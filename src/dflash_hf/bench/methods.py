@@ -1,7 +1,8 @@
-"""Ways of decoding: conversations in, one [`Turn`] per row out, all under the same clock.
+"""This module contains the ways of decoding. A way takes conversations and returns one [`Turn`] per row.
 
-Those of Transformers' own are timed by one recorder, a stopping criterion that stops nothing and notes when the loop
-comes by and how long the text is by then. Ours has statistics, which say the same without a criterion.
+All ways are timed by the same clock. For the ways of Transformers, a recorder notes the times: it is a stopping
+criterion that stops nothing, and notes when the loop calls it and how long the text is then. This package's own
+decoding has statistics with the same information.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ from dflash_hf.pair.answers import (
 )
 from dflash_hf.target_model.parts import end_tokens, up_to_end
 
-LOOKUP_TOKENS = 15  # as many as a block of 16 proposes
-# Tokens at the end of a prompt that may open a thought: the mark need not be one token.
+LOOKUP_TOKENS = 15  # as many proposals as a block of 16 has
+# Number of tokens at the end of a prompt that are searched for the mark of a thought, which may be several tokens.
 END_OF_PROMPT = 16
 
 Conversation = Sequence[Message]
 Inputs = dict[str, Tensor]
-# A way of decoding, ready to be asked: answers conversations, whose last message is the user's, as one batch, with the
-# seed of the call when sampling; it raises one of `dflash_hf.bench.run.FAILURES`.
+# A way of decoding that is ready to be asked. It answers conversations, whose last message is the user's, as one
+# batch. The last argument is the seed of the call for sampling. It raises one of `dflash_hf.bench.run.FAILURES`.
 Method = Callable[[Sequence[Conversation], Options, int], list[Turn]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Models:
-    """What is loaded for a run, in one dtype.
+    """The models of a run in one dtype.
 
     Args:
         target (`PreTrainedModel`): The target.
-        processor (tokenizer or processor): Encodes its prompts; its tokenizer pads on the left.
-        draft (`DFlashDraftModel`, *optional*): Where a method needs it.
+        processor (tokenizer or processor): Encodes its prompts. Its tokenizer pads on the left.
+        draft (`DFlashDraftModel`, *optional*): The draft, if a method needs it.
         assistant (`PreTrainedModel`, *optional*): An ordinary draft model.
-        template_options (mapping): For the chat template.
+        template_options (mapping): Options of the chat template.
     """
 
     target: PreTrainedModel
@@ -69,12 +70,12 @@ class Models:
 
     @property
     def loaded_draft(self) -> DFlashDraftModel:
-        """The draft, where a method needs it: it is loaded then."""
+        """The draft. It must be loaded: it is if a method of the run needs it."""
         assert self.draft is not None
         return self.draft
 
     def encode(self, conversations: Sequence[Conversation]) -> Inputs:
-        """Turns conversations into inputs of the target; without a chat template they are their messages' texts.
+        """Turns conversations into inputs of the target. Without a chat template, only the messages' texts are used.
 
         Raises:
             ValueError: See [`~dflash_hf.pair.answers.encode_prompts`].
@@ -86,20 +87,20 @@ class Models:
         )
 
 
-# What a row's verifies did: lists of `Turn`, by their names.
+# The verifies of a row: lists of `Turn`, by their names.
 Steps = dict[Literal["committed", "accepted", "proposed", "checked"], list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
-    """What a way of decoding returns.
+    """The result of a way of decoding.
 
     Args:
         sequences (`torch.Tensor` of shape `[B, S + new]`): Prompts and answers.
         ttft (`float`, *optional*): Seconds until the first token.
-        step_ms (`list[float]`): Milliseconds of each forward of the target behind the first one, drafting and all else
-            between two forwards included. Where only their sum is known, each has the mean.
-        steps (`list[Steps]`): One per row, of what drafts.
+        step_ms (`list[float]`): Milliseconds of each forward of the target after the first one, with everything
+            between two forwards, such as drafting. If only their sum is known, each has the mean.
+        steps (`list[Steps]`): One per row, for ways that draft.
     """
 
     sequences: Tensor
@@ -121,7 +122,7 @@ def plain(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
 
 
 def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
-    """Runs `generate(..., assistant_model=draft)`, this package's way; every row has its own steps."""
+    """Runs this package's `generate(..., assistant_model=draft)`. Every row has its own steps."""
     draft = models.loaded_draft
     given = over_stored(draft.generation_config, options.for_draft())
     with changed(draft.generation_config, **given):
@@ -149,22 +150,25 @@ def dflash(models: Models, inputs: Inputs, options: Options) -> Raw:
 
 
 def undrafted(models: Models, inputs: Inputs, options: Options) -> Raw:
-    """Runs this package's own loop without the draft, one token at a step: what the draft itself brings is over it."""
+    """Runs this package's own loop without the draft, one token per step: the baseline for the draft's own gain."""
     with without_draft(models.loaded_draft):
         raw = dflash(models, inputs, options)
-    # No step had a proposal.
+    # The steps had no proposals, so there is nothing to report.
     return replace(raw, steps=[])
 
 
 def evenly(seconds: float, num_steps: int) -> list[float]:
-    """Returns the milliseconds of steps of which only the sum is known, in seconds: the mean for each."""
+    """Returns the milliseconds of steps of which only the sum is known, in seconds. Each step gets the mean."""
     return [seconds * 1e3 / num_steps] * num_steps if num_steps else []
 
 
 def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
-    """Runs Transformers' own DFlash with our draft, whose `forward` keeps upstream's contract; one row."""
+    """Runs Transformers' own DFlash with our draft, whose `forward` has the interface that Transformers expects.
+
+    The batch must have one row.
+    """
     draft = models.loaded_draft
-    # Where Transformers looks for it.
+    # Transformers reads the block size from this config.
     block_size = options.block_size or draft.config.block_size
     with changed(draft.config, block_size=block_size):
         return _assisted(
@@ -173,9 +177,9 @@ def stock(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
 
 
 def stock_static(models: Models, inputs: Inputs, options: Options) -> Raw:
-    """Runs the same with a static cache, for which Transformers compiles the verify on an accelerator.
+    """Runs [`stock`] with a static cache, for which Transformers compiles the verify on an accelerator.
 
-    The cache has room for a block more: the last verify may reach beyond the longest text.
+    The cache has room for one more block, because the last verify may reach beyond the longest text.
     """
     longest = inputs["input_ids"].shape[1] + options.max_new_tokens
     room = longest + (options.block_size or models.loaded_draft.config.block_size)
@@ -183,26 +187,26 @@ def stock_static(models: Models, inputs: Inputs, options: Options) -> Raw:
 
 
 def assistant(models: Models, inputs: Inputs, options: Options) -> Raw:
-    """Runs Transformers' assisted decoding with an ordinary draft model; one row."""
+    """Runs Transformers' assisted decoding with an ordinary draft model. The batch must have one row."""
     model = models.assistant
     assert model is not None
     before = copy.deepcopy(model.generation_config)
     try:
         return _assisted(models, inputs, options, assistant_model=model)
     finally:
-        # A schedule would carry its number of tokens on to the next question
+        # Otherwise, a schedule would carry its number of tokens on to the next question.
         model.generation_config = before
 
 
 def lookup(models: Models, inputs: Inputs, options: Options) -> Raw:
-    """Runs Transformers' prompt lookup: proposals copied from the text so far; one row."""
+    """Runs Transformers' prompt lookup over one row. Its proposals are copied from the text so far."""
     return _assisted(models, inputs, options, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
-# The ways that need no more than the models; z-lab's package and servers have files of their own.
+# The ways that need only the models. z-lab's package and servers have files of their own.
 WAYS: dict[str, Way] = {
     "plain": plain,
-    # With a static cache, for which Transformers compiles the forward on an accelerator.
+    # Plain `generate` with a static cache, for which Transformers compiles the forward on an accelerator.
     "plain-static": functools.partial(plain, cache_implementation="static"),
     "dflash": dflash,
     "undrafted": undrafted,
@@ -214,7 +218,7 @@ WAYS: dict[str, Way] = {
 
 
 def local_method(way: Way, models: Models) -> Method:
-    """Returns a way of decoding over loaded models as a method."""
+    """Returns a way of decoding with loaded models, as a method."""
 
     def ask(conversations: Sequence[Conversation], options: Options, seed: int) -> list[Turn]:
         inputs = models.encode(conversations)
@@ -227,7 +231,7 @@ def local_method(way: Way, models: Models) -> Method:
 def timed(
     way: Way, models: Models, inputs: Inputs, options: Options, seed: int
 ) -> tuple[Raw, float]:
-    """Runs a way of decoding; returns what it returned, and its seconds, the device waited for."""
+    """Runs a way of decoding. Returns its result and its seconds, after waiting for the device."""
     torch.manual_seed(seed)
     device = models.target.device
     synchronize(device)
@@ -238,7 +242,7 @@ def timed(
 
 
 def answers_of(models: Models, inputs: Inputs, raw: Raw) -> list[list[int]]:
-    """Returns each row's new tokens up to its end token."""
+    """Returns each row's new tokens, up to and including its end token."""
     ends = end_tokens(models.target)
     rows = raw.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return [up_to_end(row, ends) for row in rows]
@@ -280,7 +284,7 @@ def _generate(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
 
 
 def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> Raw:
-    """Transformers' assisted loop over one row. Its first forward reads the prompt too: it counts as no verify."""
+    """Runs Transformers' assisted loop over one row. Its first forward also reads the prompt, so it is no verify."""
     require(
         inputs["input_ids"].shape[0] == 1,
         "one row",
@@ -307,9 +311,9 @@ def _assisted(models: Models, inputs: Inputs, options: Options, **more: Any) -> 
 
 @contextmanager
 def _noting_candidates(model: Any, recorder: Recorder) -> Generator[list[Tensor]]:
-    """Notes what Transformers' candidate generators propose, `[K]` ids before each forward, and when they are asked.
+    """Notes what Transformers' candidate generators propose before each forward, `[K]` ids, and when they are asked.
 
-    Stopping criteria would not do as a clock: releases before 5.24 ask them about candidates too.
+    Stopping criteria cannot be the clock here, because releases before 5.24 call them for candidates too.
     """
     noted: list[Tensor] = []
     original = model._get_candidate_generator
@@ -319,7 +323,7 @@ def _noting_candidates(model: Any, recorder: Recorder) -> Generator[list[Tensor]
         propose = generator.get_candidates
 
         def get_candidates(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-            # The first time nothing has run yet.
+            # At the first call, no forward has run yet.
             if noted:
                 recorder.note(input_ids)
             found = propose(input_ids, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The figures of a report, as SVG elements: text is text, and colours are those of the page around them."""
+"""This module draws the figures of a report as SVG elements, with text as text and the colours of the page around."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from dflash_hf import plot_style as shared
 
-# Variables of the page, and the colours that a figure on its own has in their place. The numbered ones are Okabe and
-# Ito's, which those who see colours differently can tell apart; every line has its own marker too.
+# Variables of the page, with the colours for a figure without the page. The numbered colours are those of Okabe and
+# Ito, which colour-blind people can tell apart. Every line has its own marker too.
 COLOURS = {
     **{
         "ink": shared.INK,
@@ -22,15 +22,15 @@ COLOURS = {
     **{"c0": shared.BLUE, "c1": shared.ORANGE, "c2": shared.GREEN, "c3": "#cc79a7"},
     **{"c4": "#8a6d00", "c5": "#56b4e9", "c6": "#7a4fbf", "c7": "#6b7280"},
 }
-# matplotlib knows no variables: it is given colours of which each stands for one.
+# matplotlib knows no variables, so it gets colours that stand for variables and are replaced later.
 STAND_INS = {name: f"#0001{number:02d}" for number, name in enumerate(COLOURS)}
 INK, MUTED, LINE, BAD, PAPER, *SERIES = STAND_INS.values()
 MARKERS = "osD^vPX*"
-# Inches, of which a narrow screen shows one and a wide one three: text is readable on both
+# In inches. A narrow screen shows one figure beside another and a wide one three. Text is readable on both.
 WIDTH = 3.9
-MAX_ROWS = 60  # of a figure with a row per set and method; beyond, all sets together
+MAX_ROWS = 60  # rows of a figure per set and method; with more, it shows only all sets together
 MAX_NAME = 26
-MIN_VERIFIES = 5  # in a bin along a text: a mean of fewer says nothing
+MIN_VERIFIES = 5  # in a bin along a text: a mean of fewer verifies is not meaningful
 _OF_PAGE: dict[Any, str] = {shared.INK: INK, shared.MUTED: MUTED, shared.LINE: LINE}
 STYLE: dict[str, Any] = {
     **{key: _OF_PAGE.get(value, value) for key, value in shared.STYLE.items()},
@@ -44,16 +44,16 @@ class Figure:
     """A figure of the report."""
 
     name: str  # its anchor on the page
-    title: str  # what it shows
-    caption: str  # how to read it
-    svg: str  # as an SVG element
+    title: str  # says what it shows
+    caption: str  # says how to read it
+    svg: str  # the figure as an SVG element
 
 
 def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict[str, Figure]:
-    """Draws what a summary has something to show for, by name.
+    """Draws the figures for which a summary has numbers. Returns them by name.
 
     Args:
-        text (`tuple`, *optional*): The name of one text, and the tokens that each of its verifies committed.
+        text (`tuple`, *optional*): Name of one text, and the number of tokens that each of its verifies committed.
 
     Raises:
         ImportError: Without matplotlib.
@@ -62,7 +62,7 @@ def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict
     for number, method in enumerate(
         method for method in summary["methods"] if method["all"]["texts"]
     ):
-        # Beyond eight methods a colour comes again with the next marker.
+        # After eight methods, colours are repeated with other markers.
         marker = MARKERS[(number + number // len(SERIES)) % len(MARKERS)]
         look = {"color": SERIES[number % len(SERIES)], "marker": marker}
         methods.append({**method, "look": look, "label": short(method["model_id"])})
@@ -79,7 +79,7 @@ def figures(summary: dict[str, Any], text: tuple[str, list[int]] | None) -> dict
 
 
 def short(name: str) -> str:
-    """Returns a name, its middle left out where it is long: cells of a sweep differ at the end."""
+    """Returns a name without its middle if it is long. Cells of a sweep differ at the end of their names."""
     if len(name) <= MAX_NAME:
         return name
     return f"{name[: MAX_NAME // 2]}…{name[1 - MAX_NAME // 2 :]}"
@@ -88,13 +88,13 @@ def short(name: str) -> str:
 def figure(
     name: str, title: str, caption: str, height: float, draw: Callable[[Any], None]
 ) -> Figure:
-    """Draws a figure, its colours made variables, its ids its own on a page of several."""
+    """Draws a figure with variables as its colours. Its ids get its name, so that a page can have several figures."""
     element = shared.svg(draw, WIDTH, height, STYLE)
     element = re.sub(r"<metadata>.*?</metadata>\s*", "", element, flags=re.DOTALL)
     element = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{name}-", element)
     for variable, stand_in in STAND_INS.items():
         element = element.replace(stand_in, f"var(--{variable},{COLOURS[variable]})")
-    # As large as there is room; what it shows is said by its caption, and by the table beside it.
+    # The size is left out, so that the figure fills its place. Caption and table describe it for screen readers.
     head = re.sub(r'\s(?:width|height)="[^"]*"', "", element[: element.index(">")])
     element = f'{head} role="img" aria-label="{title}"{element[element.index(">") :]}'
     return Figure(name=name, title=title, caption=caption, svg=element)
@@ -130,7 +130,7 @@ def _speedups(methods: Sequence[dict[str, Any]]) -> Figure | None:
                 y += 1
                 low = speed["low"]
                 high = speed["high"]
-                if low is None or high is None:  # one question has no interval
+                if low is None or high is None:  # one question alone has no interval
                     low = speed["ratio"]
                     high = speed["ratio"]
                 _span(axes, y, low, high, speed["ratio"], method["look"])
@@ -288,7 +288,7 @@ def _accuracies(methods: Sequence[dict[str, Any]]) -> Figure | None:
         return None
 
     def draw(drawing: Any) -> None:
-        shown: dict[str, Any] = {}  # what stands for each method
+        shown: dict[str, Any] = {}  # one drawn element per method, for the legend
         panels = list(drawing.subplots(len(names), 1, squeeze=False)[:, 0])
         for axes, name in zip(panels, names, strict=True):
             for method in methods:
@@ -334,7 +334,7 @@ def _margins(methods: Sequence[dict[str, Any]]) -> Figure | None:
             )
             for number, row in enumerate(rows):
                 look = {"color": BAD, "marker": "x"} if row["is_tie"] is False else method["look"]
-                place = y - 0.3 + 0.6 * (number % 7) / 6  # beside one another, not on one another
+                place = y - 0.3 + 0.6 * (number % 7) / 6  # so that points do not cover each other
                 axes.plot(
                     row["margin"], place, linestyle="", alpha=0.8, **{**look, "markersize": 3}
                 )
@@ -352,13 +352,13 @@ def _margins(methods: Sequence[dict[str, Any]]) -> Figure | None:
 
 
 def _span(axes: Any, y: int, low: float, high: float, at: float, look: dict[str, Any]) -> None:
-    """A method's value in a row, and a line from one value to another."""
+    """Draws a method's value in a row, and a line between two values."""
     axes.plot([low, high], [y, y], color=look["color"], linewidth=2.2, solid_capstyle="butt")
     axes.plot(at, y, linestyle="", **look)
 
 
 def _name_rows(axes: Any, labels: Sequence[str], xlabel: str, right: float | None = None) -> None:
-    """Names rows, the first on top, whose values begin at 0."""
+    """Sets the names of rows, the first row at the top. The values begin at 0."""
     axes.set_yticks(range(len(labels)), labels)
     axes.set(ylim=(len(labels) - 0.4, -0.6), xlim=(0, right), xlabel=xlabel)
     axes.tick_params(axis="y", length=0)
@@ -366,7 +366,7 @@ def _name_rows(axes: Any, labels: Sequence[str], xlabel: str, right: float | Non
 
 
 def _rows(count: int) -> float:
-    """Inches of a legend of so many entries."""
+    """Returns the height in inches of a legend with `count` entries."""
     return 0.17 * ((count + 1) // 2)
 
 

@@ -1,4 +1,4 @@
-"""Sets of questions as files for machines that have no network: JSONL, with images beside it."""
+"""This module writes sets of questions to files for machines without a network: JSONL, with images beside it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def prepare(
     seed: int = 0,
     template: str | None = None,
 ) -> list[Path]:
-    """Writes `OUT/NAME.jsonl` for each set, and images to `OUT/images`: what `--data-dir OUT` reads.
+    """Writes `OUT/NAME.jsonl` for each set, and images to `OUT/images`. `--data-dir OUT` reads these files.
 
     Args:
-        names (sequence of `str`): As [`dflash_hf.bench.sets.load_questions`] takes them, and what follows too.
-        out (`Path`): Folder; made where there is none.
+        names (sequence of `str`): Names of sets. [`dflash_hf.bench.sets.load_questions`] explains them and the
+            keywords.
+        out (`Path`): The folder. It is created if it does not exist.
 
     Raises:
-        ValueError: If a set cannot be read, two have the same name, or a file of that name is there with something
-            else in it. Nothing is written then.
+        ValueError: If a set cannot be read, if two sets have the same name, or if a file of that name exists with
+            other content. Nothing is written then.
     """
     asked: dict[str, Any] = {
         "data_dir": data_dir,
@@ -67,7 +68,7 @@ def prepare(
 
 
 def _portable(question: Question) -> dict[str, object]:
-    """The question's line, its images named by their contents in the folder beside it."""
+    """Returns the question's line, with images named by their contents in the folder beside the file."""
     row = question.to_dict()
     if question.images:
         row["images"] = [_stored_name(path) for path in question.images]
@@ -80,7 +81,7 @@ def _portable(question: Question) -> dict[str, object]:
 
 
 def _portable_content(content: Any) -> Any:
-    """Returns a message's content, in which image files have the names of their copies."""
+    """Returns a message's content with the names of the copies of image files."""
     if isinstance(content, str):
         return content
     return [
@@ -90,5 +91,5 @@ def _portable_content(content: Any) -> Any:
 
 
 def _stored_name(path: str) -> str:
-    """Returns the place of an image's copy, from the folder of sets."""
+    """Returns the path of an image's copy, relative to the folder of sets."""
     return f"{IMAGES}/{content_name(Path(path).read_bytes())}"

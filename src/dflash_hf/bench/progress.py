@@ -1,6 +1,7 @@
-"""The progress bar of a run: a line per cell, with its acceptance length and its tokens per second so far.
+"""This module shows the progress of a run: a line per cell, with its acceptance length and tokens per second so far.
 
-It is drawn between two calls and by the thread that asks: one that draws by itself would take time from the methods.
+The thread that asks questions also draws the bars, between two calls. Drawing in another thread would take time from
+the methods.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ SECONDS_BETWEEN = 0.5
 
 
 class Bars:
-    """One bar per cell; nothing is shown where standard error is no terminal.
+    """One bar per cell. Nothing is shown if standard error is not a terminal.
 
     Args:
-        totals (mapping): Answers of each cell, by its `model_id`.
-        is_shown (`bool`): Whether this process shows them.
+        totals (mapping): Number of answers of each cell, by its `model_id`.
+        is_shown (`bool`): Whether this process shows the bars.
     """
 
     def __init__(self, totals: Mapping[str, int], is_shown: bool = True) -> None:
@@ -47,7 +48,7 @@ class Bars:
             name: self.progress.add_task(name, total=total, numbers="")
             for name, total in totals.items()
         }
-        # Per cell: tokens, seconds, tokens committed by verifies, verifies.
+        # For each cell: tokens, seconds, tokens committed by verifies, number of verifies.
         self._sums: dict[str, list[float]] = {name: [0.0] * 4 for name in totals}
         self._drawn = 0.0
 
@@ -60,7 +61,7 @@ class Bars:
         self.progress.stop()
 
     def add(self, name: str, answers: Iterable[Answer]) -> None:
-        """Adds answers of a cell, and draws if it has been a while."""
+        """Adds answers of a cell. Draws the bars again if the last drawing is `SECONDS_BETWEEN` ago."""
         if self.progress.disable:
             return
         sums = self._sums[name]
@@ -83,5 +84,5 @@ class Bars:
             self._drawn = time.perf_counter()
 
     def give_up(self, name: str) -> None:
-        """Says of a cell that it is not asked any more."""
+        """Marks a cell as given up."""
         self.progress.update(self._tasks[name], numbers="[red]given up")

@@ -1,4 +1,4 @@
-"""Under what conditions a run was measured: versions, machine, commit, command, and what was loaded."""
+"""This module records the conditions of a run: versions, machine, commit, command, and the loaded models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflash_hf.devices import device_name
 from dflash_hf.errors import shown
 from dflash_hf.training.identity import target_identity, text_identity
 
-# What of a model changes a cell's answers or speeds.
+# The properties of models that change a cell's answers or speeds.
 SAME_PARTS = (
     "target",
     "draft",
@@ -38,11 +38,11 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "dflash", "tokenize
 
 
 def provenance(models: Mapping[str, Models], num_processes: int) -> dict[str, Any]:
-    """Returns what a reader has to know to repeat a run or to distrust it: [`conditions`], and what was loaded.
+    """Returns what a reader must know to repeat a run or to judge it: [`conditions`], and what was loaded.
 
     Args:
-        models (mapping): What was loaded, by the dtype that was asked for.
-        num_processes (`int`): How many ask at the same time.
+        models (mapping): The loaded models, by the dtype that was asked for.
+        num_processes (`int`): Number of processes that ask at the same time.
     """
     described = {name: _describe(found) for name, found in models.items()}
     return {**conditions(), "processes": num_processes, "models": described}
@@ -93,17 +93,17 @@ def _describe(models: Models) -> dict[str, Any]:
 
 
 def _options_of(model: Any) -> dict[str, Any]:
-    """Returns what a model's `generation_config` says, as it comes back from JSON, without who wrote it."""
+    """Returns the values of a model's `generation_config` as JSON gives them back, without metadata."""
     return json.loads(model.generation_config.to_json_string(ignore_metadata=True))
 
 
 def check_models(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """Raises `ValueError` if a run that goes on has loaded other models than it was begun with, or has them otherwise.
+    """Raises `ValueError` if a continued run has loaded other models, or the same models in another way.
 
     Args:
-        before, now (mapping): What [`provenance`] returned then and now. What an older version of this package did not
-            write is taken to be the same now.
-        folder (`Path`): The run's.
+        before, now (mapping): The results of [`provenance`] at the begin of the run and now. Values that an older
+            version of this package did not write are taken to be the same now.
+        folder (`Path`): The folder of the run.
     """
     for dtype, found in now["models"].items():
         described = before.get("models", {}).get(dtype, {})
@@ -117,7 +117,7 @@ def check_models(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
 
 
 def other_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns which conditions of [`provenance`] are others than when a run was begun, with the date of now."""
+    """Returns the conditions of [`provenance`] that have changed since a run was begun, with the current date."""
     names = ("commit", "versions", "machine", "threads", "processes")
     found = {name: now[name] for name in names if before.get(name) != now[name]}
     if found:
@@ -126,9 +126,9 @@ def other_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, of this package, and of those that it runs on; `None` of what is not there."""
+    """Returns the versions of Python, this package and the packages that it uses; `None` for a missing package."""
     found = {name: _version(name) for name in PACKAGES}
-    # Ours is not the installed one: the sources may run without being installed
+    # This package's version is not the installed one, because the sources may run without being installed.
     return {"python": platform.python_version(), **found, "dflash-hf": __version__}
 
 
@@ -143,7 +143,7 @@ def _version(name: str) -> str | None:
 def _commit() -> str | None:
     """Returns the commit of the clone that the package runs from, with "+dirty" if its files differ from it.
 
-    `GIT_COMMIT` goes first: a copy of a working tree on a borrowed machine may sit in a repository of its own.
+    `GIT_COMMIT` has priority, because a copy of a working tree on another machine may be in another repository.
     """
     told = os.environ.get("GIT_COMMIT")
     folder = Path(__file__).resolve().parents[3]

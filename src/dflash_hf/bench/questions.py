@@ -1,7 +1,7 @@
-"""Questions of a benchmark: what every set is turned into, and the JSONL form in which a user may give their own.
+"""This module defines the questions of a benchmark, and the JSONL form in which users may give their own questions.
 
-A line of such a file is `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, as Spec-Bench and
-SPEED-Bench have it, with `"images"`, `"history"`, `"reference"`, `"score"` and `"subcategory"` where there are any.
+A line of such a file is `{"question_id": 81, "category": "writing", "turns": ["...", "..."]}`, as in Spec-Bench and
+SPEED-Bench. It may also have `"images"`, `"history"`, `"reference"`, `"score"` and `"subcategory"`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dflash_hf.data.prompt_files import image_paths
 from dflash_hf.errors import is_a, shown
 
-# Kept per class: to look them up takes longer than to check a value.
+# Cached per class, because looking up the types takes longer than checking a value.
 _types_of = functools.cache(get_type_hints)
 Score = Literal["math", "code", "letter", "exact"]
 Key = tuple[str, int | str]
@@ -24,19 +24,19 @@ Key = tuple[str, int | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One question of a set, of one or more turns.
+    """One question of a set, with one or more turns.
 
     Args:
-        dataset (`str`): Name of the set it is in.
-        question_id (`int` or `str`): What it is called in that set; no other question there has it.
-        category (`str`): What it counts under in tables.
-        turns (`tuple[str, ...]`): What the user says, turn by turn, as the target is asked it; between two turns
-            stands what the target has answered.
-        subcategory (`str`): A finer one, where the set has it.
+        dataset (`str`): Name of its set.
+        question_id (`int` or `str`): Its id, which is unique in the set.
+        category (`str`): The category under which tables count it.
+        turns (`tuple[str, ...]`): The user's messages. The target's answer comes between two turns.
+        subcategory (`str`): A finer category, if the set has one.
         images (`tuple[str, ...]`): Paths of images, shown before the text of the first turn.
-        history (`tuple[dict, ...]`): Messages that stand before the first turn, in Transformers' form.
-        reference: What [`dflash_hf.bench.scores`] compares the answer with; plain JSON.
-        score (`str`, *optional*): How, `"math"`, `"code"`, `"letter"` or `"exact"`; `None` where nothing is right.
+        history (`tuple[dict, ...]`): Messages before the first turn, in Transformers' form.
+        reference: The value that [`dflash_hf.bench.scores`] compares the answer with, as plain JSON.
+        score (`str`, *optional*): The way to score: `"math"`, `"code"`, `"letter"` or `"exact"`; `None` if there is no
+            right answer.
     """
 
     dataset: str
@@ -51,22 +51,22 @@ class Question:
 
     @property
     def key(self) -> Key:
-        """What the question is found by in the files of a run: its set and its id there."""
+        """Set and id, which identify the question in the files of a run."""
         return self.dataset, self.question_id
 
     @property
     def image_files(self) -> list[str]:
-        """Paths of all its images, those of the messages before its first turn too."""
+        """Paths of all its images, including those of the messages before its first turn."""
         return [*image_paths(self.history), *self.images]
 
     def messages(
         self, answers: Sequence[str] = (), system: str | None = None
     ) -> list[dict[str, Any]]:
-        """Returns the conversation up to the turn that comes behind some answers, as chat templates read it.
+        """Returns the conversation up to the turn that follows the given answers, as chat templates read it.
 
         Args:
-            answers (sequence of `str`): The target's answers so far; one turn less than is asked.
-            system (`str`, *optional*): What the conversation begins with.
+            answers (sequence of `str`): The target's answers so far. The conversation has one turn more.
+            system (`str`, *optional*): The system prompt.
         """
         messages: list[dict[str, Any]] = []
         if system is not None:
@@ -83,7 +83,7 @@ class Question:
         return messages
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the question as a line of its JSONL form, its set with it, without what it has nothing of."""
+        """Returns the question as a line of its JSONL form, with its set, but without fields that have the default."""
         every = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -93,15 +93,15 @@ class Question:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Question:
-        """Reads what `to_dict` returned. Of a user's file use [`dflash_hf.bench.sets`], which checks every line."""
+        """Reads what `to_dict` returned. For a user's file use [`dflash_hf.bench.sets`], which checks every line."""
         tuples = {name: tuple(row[name]) for name in ("turns", "images", "history") if name in row}
         return cls(**fields_in(row, cls, **tuples))
 
 
 def fields_in(row: Mapping[str, Any], kind: Any, **others: Any) -> dict[str, Any]:
-    """Returns what a row of a file says of a dataclass's fields, and others in place of what it says of them.
+    """Returns a dataclass's fields from a row of a file. `others` replace the row's values.
 
-    Another version may have written more or less.
+    The row may have more or fewer fields, because another version may have written it.
 
     Raises:
         TypeError: If a value is not of its field's type.
@@ -115,7 +115,7 @@ def fields_in(row: Mapping[str, Any], kind: Any, **others: Any) -> dict[str, Any
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Returns True if a value is of a type, and so are all that it holds; numbers are finite, and `True` is none."""
+    """Returns True if a value and all its elements are of a type. Numbers must be finite, and `True` is no number."""
     kind = get_origin(hint) or hint
     parts = get_args(hint)
     if kind in (Union, UnionType):

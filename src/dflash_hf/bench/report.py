@@ -1,4 +1,4 @@
-"""`report.html`: what a run came to, as one page without a network, from the run's files alone."""
+"""This module writes `report.html`, the results of a run as one page that needs no network, from the run's files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from dflash_hf.bench.summary import read_scores, summarize
 from dflash_hf.data.row_files import read_object, write_whole
 from dflash_hf.errors import one_line, require
 
-MAX_DIFFERING = 50  # rows
+MAX_DIFFERING = 50  # rows in the table of differing answers
 MAX_TEXT = 4000  # characters of an answer that is shown
-MIN_VERIFIES = 8  # of the text that is shown verify by verify
+MIN_VERIFIES = 8  # in the text that is shown verify by verify
 
 logger = logging.getLogger(__name__)
 
 
 def write_report(folder: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into a run's folder, whole or not at all; its `summary.json` too, where there is none.
+    """Writes `report.html` into a run's folder, whole or not at all. Also writes `summary.json` if there is none.
 
-    Without matplotlib the page has no figures, and says so.
+    Without matplotlib, the page has no figures and says so.
 
     Raises:
-        ValueError: If the folder holds no run, or a summary that cannot be read.
-        ImportError: Without jinja2.
+        ValueError: If the folder contains no run, or a summary that cannot be read.
     """
     environment = _environment()
     from jinja2 import UndefinedError
@@ -46,8 +45,8 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         summary = summarize(folder)
     try:
         page = _page(run, summary, environment)
-    # Nearly all of a summary is drawn or written down, and with it what the run says of itself: it is not checked
-    # field by field.
+    # Nearly all of a summary, and of the run's own description, is drawn or written. So it is not checked field by
+    # field.
     except (ValueError, LookupError, TypeError, AttributeError, UndefinedError) as error:
         what = f"{type(error).__name__}: {one_line(error)}"
         raise ValueError(
@@ -59,7 +58,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
 
 @cache
 def _environment() -> Any:
-    """Returns what renders the page's template, compiled once for all reports; raises as [`write_report`]."""
+    """Returns the environment of the page's template, made once for all reports. Raises as [`write_report`] does."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
@@ -127,10 +126,10 @@ def _page(run: Run, summary: dict[str, Any], environment: Any) -> str:
 
 
 def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The method that the report is about: one with our draft, else with any, else any at all.
+    """Returns the method that the report is about: one with our draft, else one with any draft, else any method.
 
-    Of several it is the one with the largest speed-up over its own baseline. Where none has a baseline, it is the one
-    with the most tokens/s.
+    If there are several, it is the one with the largest speed-up over its own baseline. If none has a baseline, it is
+    the one with the most tokens/s.
     """
     answering = [method for method in summary["methods"] if method["all"]["texts"]]
 
@@ -150,9 +149,9 @@ def _main(summary: Mapping[str, Any]) -> dict[str, Any] | None:
 def _tables(
     methods: Sequence[Mapping[str, Any]], sets: Sequence[str], pick: Callable[[Any], Any]
 ) -> tuple[list[Any], list[Any]]:
-    """Rows of tables, each a name and what is picked of a block, if anything: of all sets, and of each.
+    """Returns the rows of tables, over all sets and for each set. A row is a name and what `pick` takes of a block.
 
-    A set's are its name, a row per method, and a row per category and method.
+    The entry of a set has its name, a row per method, and a row per category and method. Empty rows are left out.
     """
     found: list[Any] = []
     for name in sets:
@@ -177,12 +176,12 @@ def _tables(
 
 
 def _filled(rows: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The rows that have something to show."""
+    """Returns the rows that have something to show."""
     return [row for row in rows if row[1]]
 
 
 def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]] | None:
-    """A text whose verifies commit about as much as those of all, and what each of them did."""
+    """Returns a text whose verifies commit about as much as the average, and the tokens of each verify."""
     acceptance = main["all"]["acceptance"] if main else None
     if not main or not acceptance or not acceptance["acceptance_length"]:
         return None
@@ -195,7 +194,7 @@ def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]]
     long = [text for text in texts if len(text[1]) >= MIN_VERIFIES]
 
     def order(text: tuple[Answer, list[int]]) -> tuple[float, int]:
-        """How far its mean is off; of equal ones the longest text."""
+        """Returns how far the mean of a text is off. For equal means, the longest text comes first."""
         committed = text[1]
         mean = sum(committed) / len(committed)
         return abs(mean - acceptance["acceptance_length"]), -len(committed)
@@ -205,7 +204,7 @@ def _one_text(run: Run, main: Mapping[str, Any] | None) -> tuple[str, list[int]]
 
 
 def _examples(run: Run, main: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The first question of each set with what the method answered, and how that was scored."""
+    """Returns the first question of each set with the method's answer and its score."""
     if main is None:
         return []
     scores = read_scores(run.folder)
@@ -252,7 +251,7 @@ def _rate(value: float | None) -> str:
 
 
 def _words(value: object) -> str:
-    """A value of a record, in one line: names and values of what is nested, nothing of what is not known."""
+    """Returns a value of a record as one line: names and values of nested records, without unknown values."""
     if isinstance(value, Mapping):
         items: Any = value.items()
         return ", ".join(

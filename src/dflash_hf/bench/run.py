@@ -1,12 +1,13 @@
-"""A run: every question asked of every cell, in turns, so that a machine that drifts does so for all alike.
+"""This module runs a benchmark: it asks every question of every cell, in turns, so that a slow drift hits all cells.
 
-Where the device does not keep what all cells have captured, one cell is asked after the other, so that few of the
-calls that count capture anything.
+If the device does not keep what all cells have captured, one cell is asked after the other. Then only few of the calls
+that count capture anything.
 
-Questions of one set and as many turns go in rounds, in which every cell asks the same questions, in batches of its own
-size; cells take turns in being first. What is sampled follows from the seed of the run, the questions of the batch,
-the turn and the repeat, so that it does not matter who asks a round, nor when: rounds are dealt to the processes of
-`accelerate launch`, and a run that was killed goes on with the batches that are not there ([`run_files`]).
+Questions of one set with the same number of turns are asked in rounds. In a round, every cell is asked the same
+questions, in batches of its own size, and cells take turns in being first. Sampled tokens depend on the seed of the
+run, the questions of the batch, the turn and the repeat. So it does not matter which process asks a round, or when.
+Rounds are distributed over the processes of `accelerate launch`, and a run that was killed continues with the missing
+batches ([`run_files`]).
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ from dflash_hf.pair.answers import changed, tokenizer_of
 from dflash_hf.pair.loading import load_target, load_weights
 from dflash_hf.target_model.support import check_no_stop_strings
 
-# What a method may fail with, so that the run goes on without it. Torch's out of memory and `NotImplementedError` are
-# kinds of `RuntimeError`; Transformers and z-lab's package raise the others of settings that they do not expect.
+# Errors with which a method may fail while the run continues without it. Torch's out of memory and
+# `NotImplementedError` are kinds of `RuntimeError`. Transformers and z-lab's package raise the other errors for
+# settings they do not expect.
 FAILURES = (
     ValueError,
     RuntimeError,
@@ -61,24 +63,24 @@ FAILURES = (
     OSError,
     httpx.HTTPError,
 )
-MAX_FAILURES = 3  # in a row, until a cell is given up
-WARM_UP_TOKENS = 16  # on a CPU; on an accelerator graphs are captured for the whole length
-# About the tokens of a picture of a megapixel (1024 for Qwen3-VL), in letters of English: four to a token.
+MAX_FAILURES = 3  # failures in a row after which a cell is given up
+WARM_UP_TOKENS = 16  # on a CPU; on an accelerator, graphs are captured for the whole length
+# About the tokens of an image with a megapixel (1024 for Qwen3-VL), in letters of English, at four letters per token.
 LETTERS_OF_IMAGE = 4096
 
 logger = logging.getLogger(__name__)
 
 
 def run(settings: RunSettings) -> Path | None:
-    """Runs a benchmark and leaves all that there is to say about it in `settings.out`.
+    """Runs a benchmark and writes all results into `settings.out`.
 
-    Under `accelerate launch` every process loads the models and asks its share.
+    Under `accelerate launch`, every process loads the models and asks its share.
 
     Returns:
-        `Path`, *optional*: The report, of the first process.
+        `Path`, *optional*: The report, in the first process.
 
     Raises:
-        ValueError: If something cannot be run, or the folder is another run's; before anything is written.
+        ValueError: If something cannot be run, or the folder belongs to another run. Nothing is written before that.
     """
     settings.check()
     cells = make_cells(settings)
@@ -125,23 +127,23 @@ def run(settings: RunSettings) -> Path | None:
 
 
 class Processes:
-    """The processes of `accelerate launch` (or `torchrun`), of which this is one; each holds the whole models.
+    """The processes of `accelerate launch` (or `torchrun`). Each process has whole models.
 
-    They meet before the first question and behind the last: forwards do not wait for one another. None of this is
-    tensor parallelism, which a model's own mesh of devices says.
+    The processes wait for each other before the first question and after the last one, but never for a forward. This
+    is not tensor parallelism, which a model's own mesh of devices describes.
 
     Args:
-        device (`str`): Device map that the user asked for; `"auto"` is each process's own accelerator.
+        device (`str`): Device map that the user asked for. `"auto"` is each process's own accelerator.
     """
 
     def __init__(self, device: str) -> None:
         from accelerate import PartialState
         from accelerate.utils import disable_fsdp_ram_efficient_loading
 
-        # Each process has whole models, also under a launcher's file for FSDP.
+        # Each process has whole models, even if the launcher's file configures FSDP.
         disable_fsdp_ram_efficient_loading()
         is_cpu = device == "cpu" or not torch.accelerator.is_available()
-        # The slowest process may ask for a long time after the others.
+        # The slowest process may ask for much longer than the others.
         waits: dict[str, Any] = {}
         if "LOCAL_RANK" in os.environ:
             waits["timeout"] = timedelta(days=2)
@@ -153,11 +155,11 @@ class Processes:
             self.device_map = str(self._state.device)
 
     def wait(self) -> None:
-        """Waits until every process of the run is here; returns at once where there is one."""
+        """Waits until every process of the run is here. Returns at once if there is only one."""
         self._state.wait_for_everyone()
 
     def end(self) -> None:
-        """Leaves the group, where there is one."""
+        """Leaves the group of processes, if there is one."""
         if self.size > 1:
             self._state.destroy_process_group()
 
@@ -186,7 +188,7 @@ def _load_questions(settings: RunSettings) -> list[Question]:
 
 
 def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
-    """Loads the pair once per dtype; nothing for a server alone."""
+    """Loads the pair once per dtype. Loads nothing if only a server is asked."""
     if settings.target is None or not set(settings.methods) - {"server"}:
         return {}
     found: dict[str, Models] = {}
@@ -204,7 +206,7 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
         require(is_fine, "a target with a chat template", settings.target, hint)
         loaded: dict[str, Any] = {}
         if needs_draft:
-            # As the other commands load it, also where it was saved in another dtype
+            # The target's dtype is what other commands use too, even if the draft was saved in another one.
             loaded["draft"] = DFlashDraftModel.from_pretrained(
                 settings.draft, dtype=target.dtype, device_map={"": execution_device(target)}
             )
@@ -224,7 +226,7 @@ def _load_models(settings: RunSettings, device_map: str) -> dict[str, Models]:
 def _check_questions(
     questions: Sequence[Question], models: Mapping[str, Models], settings: RunSettings
 ) -> None:
-    """Refuses images that are not there, or that the target cannot see."""
+    """Refuses images that do not exist, or that the target cannot see."""
     for question in questions:
         for image in question.image_files:
             require(
@@ -245,7 +247,7 @@ def _check_questions(
 def _make_methods(
     settings: RunSettings, cells: Sequence[Cell], models: Mapping[str, Models]
 ) -> dict[str, Method]:
-    """Returns the method of every cell that can be asked; of the others the cell says why not."""
+    """Returns the method of every cell that can be asked. The other cells get the reason in `failed`."""
     methods: dict[str, Method] = {}
 
     @functools.cache
@@ -271,7 +273,7 @@ def _make_methods(
 
 
 def check_draft(cell: Cell, models: Mapping[str, Models]) -> None:
-    """Raises `ValueError` if the draft cannot be run as the cell wants it."""
+    """Raises `ValueError` if the draft cannot run with the cell's options."""
     if cell.method not in NEEDS_DRAFT:
         return
     draft = models[cell.options.dtype].loaded_draft
@@ -292,9 +294,9 @@ def _begin(
     conditions: Mapping[str, Any],
     is_resumed: bool,
 ) -> None:
-    """Writes what a run is before it is asked, or tidies what was answered so far.
+    """Writes the description of a new run, or tidies the answers of a continued run.
 
-    Raises `ValueError` if a run would go on with other models; nothing is written then.
+    Raises `ValueError` if a run would continue with other models. Nothing is written then.
     """
     if is_resumed:
         check_models(folder.read_run().get("provenance", {}), conditions, folder.path)
@@ -311,7 +313,7 @@ def _begin(
 
 
 def _all_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a run's provenance: that of its first session, and in `continued` what was another one later."""
+    """Returns a run's provenance: that of its first session, and in `continued` what differed in later sessions."""
     if not before:
         return now
     others = other_conditions(before, now)
@@ -329,7 +331,7 @@ def _all_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mappin
 
 
 def rounds_of(questions: Sequence[Question], cells: Sequence[Cell]) -> list[list[Question]]:
-    """Returns the questions in rounds of one set and as many turns, of as many as every cell's batches fill up."""
+    """Returns the questions in rounds of one set and one number of turns. A full round fills every cell's batches."""
     groups: dict[tuple[str, int], list[Question]] = {}
     for question in questions:
         groups.setdefault((question.dataset, len(question.turns)), []).append(question)
@@ -342,14 +344,14 @@ def rounds_of(questions: Sequence[Question], cells: Sequence[Cell]) -> list[list
 
 
 def _round_size(cells: Sequence[Cell]) -> int:
-    """Returns how many questions fill up the batches of every cell."""
+    """Returns the smallest number of questions that fills the batches of every cell."""
     return math.lcm(*(cell.options.batch for cell in cells))
 
 
 def batches_of(
     cell: Cell, questions: Sequence[Question], cells: Sequence[Cell], repeats: int
 ) -> Iterator[Batch]:
-    """Returns a cell's batches in the order in which they are asked."""
+    """Yields a cell's batches in the order in which they are asked."""
     for repeat in range(repeats):
         for questions_of_round in rounds_of(questions, cells):
             for batch in _split(questions_of_round, cell.options.batch):
@@ -361,17 +363,17 @@ def _split(questions: Sequence[Question], size: int) -> Iterator[Sequence[Questi
 
 
 def seed_of(seed: int, batch: Sequence[Question], repeat: int, turn: int) -> int:
-    """Returns the seed of a call: the same in whatever process and session it is made, another in each repeat."""
+    """Returns the seed of a call. It is the same in any process and session, and differs between repeats."""
     text = repr((seed, [question.key for question in batch], repeat, turn))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-# A batch of a cell, and how often it was asked before.
+# A cell, how often the batch was asked before, and the batch.
 Asked = tuple[Cell, int, Sequence[Question]]
 
 
 def _by_cell_and_size(batches: Sequence[Asked]) -> list[list[Asked]]:
-    """Returns batches in parts, each of one cell and size: calls of a part share their buffers and graphs."""
+    """Splits batches into parts of one cell and batch size. The calls of a part share their buffers and graphs."""
     parts: dict[tuple[str, int], list[Asked]] = {}
     for asked in batches:
         cell, _, batch = asked
@@ -380,11 +382,11 @@ def _by_cell_and_size(batches: Sequence[Asked]) -> list[list[Asked]]:
 
 
 def _room_of(asked: Asked) -> tuple[int, float]:
-    """Returns what to order batches by: an estimate of tokens in the longest row, and how many may stand behind it."""
+    """Returns a key to sort batches: estimated tokens of the longest row, and how far a verify may go beyond it."""
     cell, _, batch = asked
     new_tokens = cell.options.max_new_tokens * len(batch[0].turns)
-    # Letters are more than tokens in English, so that long prompts come before many turns. That is the safe side:
-    # answers of earlier turns may be short, while a prompt is always as long as it is.
+    # English has more letters than tokens, so that long prompts come before many turns. That is the safe side: answers
+    # of earlier turns may be short, but a prompt always has its full length.
     prompts = [
         len(f"{question.history}{question.turns}")
         + LETTERS_OF_IMAGE * (len(question.images) + len(image_names(question.history)))
@@ -392,29 +394,29 @@ def _room_of(asked: Asked) -> tuple[int, float]:
     ]
     room_behind = 0.0
     if cell.method == "stock-static":
-        # Transformers keeps one length of static caches per target, and a verify may reach a block beyond the text.
-        # The draft's own block is its longest.
+        # Transformers keeps static caches of one length per target, and a verify may reach one block beyond the text.
+        # The draft's own block size is the largest one.
         room_behind = cell.options.block_size or math.inf
     return new_tokens + max(prompts), room_behind
 
 
 @dataclass(slots=True)
 class Asker:
-    """Asks what is left to be asked, of one process's share."""
+    """Asks the remaining questions of one process's share."""
 
     settings: RunSettings
     cells: Sequence[Cell]
     methods: Mapping[str, Method]  # of each cell that can be asked
     folder: RunFolder
     processes: Processes
-    questions: Sequence[Question]  # all of the run
-    # Their buffers and graphs are what a call leaves for the next ones.
+    questions: Sequence[Question]  # all questions of the run
+    # Calls leave their buffers and graphs in these drafts for later calls.
     drafts: Sequence[DFlashDraftModel] = ()
     failures: dict[str, int] = field(default_factory=dict[str, int])
     method_seconds: float = 0.0
 
     def ask_all(self) -> dict[str, float]:
-        """Asks; returns the session: seconds in all, of which in the methods and beside them."""
+        """Asks all remaining batches. Returns the seconds of the session: in total, in methods, and beside them."""
         done: dict[str, set[Which]] = {
             cell.model_id: set(self.folder.read(cell.model_id)) for cell in self.cells
         }
@@ -451,11 +453,11 @@ class Asker:
         }
 
     def _is_given_up(self, cell: Cell) -> bool:
-        """Returns whether so many answers of a cell have failed one after the other that no more are asked for."""
+        """Returns whether `MAX_FAILURES` batches of a cell have failed in a row, so that it is not asked any more."""
         return self.failures.get(cell.model_id, 0) >= MAX_FAILURES
 
     def _left(self, done: Mapping[str, set[Which]]) -> Iterator[Asked]:
-        """The batches of this process that are not there, cells in turns."""
+        """Yields the missing batches of this process, with cells in turns."""
         rounds = rounds_of(self.questions, self.cells)
         num_rounds = len(rounds) * self.settings.repeats
         if self.processes.rank == 0 and num_rounds < self.processes.size:
@@ -481,12 +483,12 @@ class Asker:
                             yield cell, repeat, batch
 
     def _warm_up(self, left: Sequence[Asked]) -> bool:
-        """Makes calls that do not count: the first ones pay for loading, compiling and capturing.
+        """Makes calls that do not count, because the first calls also load, compile and capture.
 
-        Of every cell and size of its batches the longest is asked. The longest of all come first: what is made for
-        them has room for the others.
+        For every cell and batch size, the longest batch is asked. The longest of all come first, because buffers that
+        are made for them have room for the others.
 
-        Returns whether something that one of them has captured is let go by the end.
+        Returns whether something that a call has captured is no longer kept at the end.
         """
         longest: dict[tuple[str, int], Asked] = {}
         for asked in sorted(left, key=_room_of, reverse=True):
@@ -499,13 +501,13 @@ class Asker:
                 options = replace(
                     options, max_new_tokens=min(options.max_new_tokens, WARM_UP_TOKENS)
                 )
-            with suppress(*FAILURES):  # it will fail again where it counts
+            with suppress(*FAILURES):  # it will fail again in a call that counts
                 self._converse(cell, options, batch, repeat, [[] for _ in batch])
             captured |= self._captured()
         return captured != self._captured()
 
     def _captured(self) -> set[object]:
-        """Returns what is kept for later calls: shapes of buffers, and the settings of the graphs over them."""
+        """Returns what is kept for later calls: shapes of buffers, and the settings of their graphs."""
         found: set[object] = set()
         for number, draft in enumerate(self.drafts):
             for buffers in kept_buffers(draft):
@@ -521,7 +523,7 @@ class Asker:
         repeat: int,
         turns: Sequence[list[Turn]],
     ) -> None:
-        """Asks a batch, turn by turn; adds what is said to each question's `turns`."""
+        """Asks a batch, turn by turn. Adds the answers to each question's `turns`."""
         for number in range(len(batch[0].turns)):
             conversations = [
                 question.messages([turn.text for turn in before], self.settings.system)
@@ -533,7 +535,7 @@ class Asker:
                 before.append(turn)
 
     def _ask(self, cell: Cell, batch: Sequence[Question], repeat: int) -> list[Answer]:
-        """Asks a batch for answers that count; an answer says what was wrong where there is none."""
+        """Asks a batch for answers that count. If the method fails, the answers have the error instead."""
         turns: list[list[Turn]] = [[] for _ in batch]
         error = None
         started = time.perf_counter()
@@ -543,7 +545,7 @@ class Asker:
             error = one_line(f"{type(failure).__name__}: {failure}")
             logger.warning("%s: %s", cell.model_id, error)
             self.method_seconds += time.perf_counter() - started - _seconds_of(turns)
-            # Where it was memory, the next method should not find it in pieces
+            # After an out-of-memory error, the next method should not find the memory in fragments.
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         self.method_seconds += _seconds_of(turns)
@@ -573,7 +575,7 @@ def _seconds_of(turns: Sequence[Sequence[Turn]]) -> float:
 
 
 def _end(asker: Asker, session: Mapping[str, float]) -> None:
-    """Puts the answers of all processes together, in the questions' order, and says which cells were given up."""
+    """Merges the answers of all processes in the order of the questions, and notes which cells were given up."""
     order = {question.key: number for number, question in enumerate(asker.questions)}
     for cell in asker.cells:
         answers = asker.folder.read(cell.model_id)

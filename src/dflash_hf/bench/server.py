@@ -1,8 +1,9 @@
-"""A server with an OpenAI-style interface (vLLM, SGLang, others) as a way of decoding.
+"""This module makes a server with an OpenAI-style interface (vLLM, SGLang, others) a way of decoding.
 
-Answers are streamed, for the time to their first token, and counted by the server's own `usage`. Conversations of a
-batch are asked at the same time. The server's own counters of speculation are read before and after them: vLLM's and
-llama.cpp's from `/metrics`, SGLang's from `/metrics` or `/get_server_info`. Nobody else should ask it meanwhile.
+Answers are streamed, so that the time to their first token is known. The server's own `usage` counts their tokens. The
+conversations of a batch are asked at the same time. The server's own counters of speculation are read before and
+after: those of vLLM and llama.cpp from `/metrics`, SGLang's from `/metrics` or `/get_server_info`. So nobody else
+should ask the server meanwhile.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from dflash_hf.data.openai_client import (
     sent_messages,
 )
 
-# A line of Prometheus' text format: a name, labels, a value.
+# A line of Prometheus' text format: name, labels and value.
 _METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _POSITION = re.compile(r'position="(\d+)"')
-# vLLM's counters (vllm/v1/spec_decode/metrics.py), which llama.cpp has too, and the names they have here.
+# vLLM's counters (vllm/v1/spec_decode/metrics.py), which llama.cpp has too, and their names in this package.
 _OWNERS = ("vllm:", "llamacpp:")
 _COUNTERS = {
     "spec_decode_num_drafts": "num_drafts",
@@ -39,10 +40,10 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": "num_accepted_tokens",
 }
 _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
-# SGLang's gauge: a mean over its latest batches, no counter.
+# SGLang's gauge, which is a mean over its latest batches and not a counter.
 _GAUGE = "sglang:spec_accept_length"
 MEAN = "acceptance_length"
-# What servers answer to a field that they do not know, or do not take the value of.
+# The statuses with which servers refuse a field or its value.
 REFUSALS = (400, 422)
 
 logger = logging.getLogger(__name__)
@@ -51,9 +52,9 @@ logger = logging.getLogger(__name__)
 def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> Method:
     """Returns a server as a method.
 
-    It raises `httpx.HTTPError` if the server cannot be reached or refuses, `ValueError` if an answer has another form
-    or no text. Thoughts that the server takes out of an answer are no part of its text. A server that refuses filters
-    of sampling is asked without them from then on.
+    The method raises `httpx.HTTPError` if the server cannot be reached or refuses. It raises `ValueError` if an answer
+    has another form or no text. Thoughts that the server removes from an answer are not part of its text. If a server
+    refuses filters of sampling, it is asked without them from then on.
 
     Args:
         template_options (mapping): Sent as `chat_template_kwargs`, which vLLM and SGLang read.
@@ -73,13 +74,13 @@ def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> 
         bodies = [{**shared, "messages": sent_messages(messages)} for messages in conversations]
         if options.temperature == 0 or refuses_filters:
             return run_async(lambda: _turns(server, bodies))
-        # Servers have filters of their own, or apply the checkpoint's. vLLM, SGLang, llama.cpp and ours have -1 for
-        # all tokens; some do not take 0.
+        # Servers have default filters, or apply the checkpoint's. In vLLM, SGLang, llama.cpp and our server, -1 means
+        # all tokens. Some of them do not accept 0.
         filters = {"top_k": options.top_k or -1, "min_p": 0.0}
         try:
             return run_async(lambda: _turns(server, [{**body, **filters} for body in bodies]))
         except httpx.HTTPStatusError as error:
-            # A number of tokens that was asked for is not left out.
+            # If the user asked for a number of tokens to sample from, it must not be left out.
             if error.response.status_code not in REFUSALS or options.top_k:
                 raise
         turns = run_async(lambda: _turns(server, bodies))
@@ -94,7 +95,7 @@ def server_method(server: OpenAIClient, template_options: Mapping[str, Any]) -> 
 
 
 async def _turns(server: OpenAIClient, bodies: Sequence[Body]) -> list[Turn]:
-    """The turns of a batch, all asked at the same time, and how the server's counters moved."""
+    """Returns the turns of a batch, all asked at the same time. The first turn has the changes of the counters."""
     async with server:
         await server.model()
         before = await counters(server)
@@ -103,7 +104,7 @@ async def _turns(server: OpenAIClient, bodies: Sequence[Body]) -> list[Turn]:
         wall_time = (time.perf_counter() - started) / len(answers)
         after = await counters(server)
     turns = [_turn(reply, wall_time) for reply in answers]
-    # The counters are of the whole call: its first row has them.
+    # The counters are those of the whole call, so only its first row has them.
     turns[0] = replace(turns[0], counters=_moved(before, after))
     return turns
 
@@ -124,7 +125,7 @@ def _turn(answer: ServerAnswer, wall_time: float) -> Turn:
 async def counters(server: OpenAIClient) -> dict[str, float]:
     """Returns a server's counters of speculation by vLLM's names, or SGLang's mean as `acceptance_length`.
 
-    They are empty where it tells neither.
+    The result is empty if the server reports neither.
     """
     found: dict[str, float] = {}
     response = await server.http.get("/metrics")
@@ -168,7 +169,7 @@ def _add(found: dict[str, float], name: str, value: str) -> None:
 
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
-    """How far counters have moved; the mean is as it is afterwards."""
+    """Returns how far counters have moved. SGLang's mean is the value afterwards."""
     moved = {
         name: value if name == MEAN else value - before.get(name, 0.0)
         for name, value in after.items()

@@ -1,11 +1,11 @@
-"""The sets of questions that a benchmark knows by name, and any file or Hub set of a user's own.
+"""This module loads sets of questions: those that the benchmark knows by name, and files or Hub sets of users.
 
-A set is one entry of `SETS`: where it is on the Hub, which files it has there and upstream, and a function from a row
-to a question. Prompts are those of z-lab's benchmark where it has the set, so that acceptance lengths compare; MBPP's
-ends with its tests, without which nobody could know the function's name.
+A known set is one entry of `SETS`: its place on the Hub, its files there and upstream, and a function that makes a
+question of a row. Prompts are those of z-lab's benchmark if it has the set, so that acceptance lengths can be
+compared. MBPP's prompt ends with its tests, because nobody could know the function's name without them.
 
-Of a set's questions a number is drawn by their texts alone: the same ones for a seed wherever the rows come from, and
-all of fewer among those of more.
+Questions are drawn from a set by their texts alone. So a seed draws the same questions from any source of the rows,
+and a smaller draw is a part of a larger one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LIVECODEBENCH: Final = (
     "### Answer: (use the provided format with backticks)"
 )
 Pair = tuple[Question, list[ImageSource]]
-Fields = dict[str, Any]  # of a `Question`
+Fields = dict[str, Any]  # fields of a `Question`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +45,13 @@ class QuestionSet:
     """A set that is known by name.
 
     Args:
-        name (`str`): Upper case, `-`, `_` and spaces make no difference to a user.
+        name (`str`): Its name. Users may write it with upper case, `-`, `_` and spaces.
         hub (`tuple`): Its id on the Hub, configuration and split.
-        question (callable): Returns fields of the question that an upstream row is; `None` of a row that is not in
-            the set. By default a question's id is the number of its row, its category the set's name.
-        columns (`tuple[str, ...]`): What is read of its rows, where other columns are large; by default all.
+        question (callable): Returns the fields of a question from an upstream row; `None` for a row that is not in the
+            set. By default, a question's id is the number of its row, and its category is the set's name.
+        columns (`tuple[str, ...]`): The columns that are read, if other columns are large; by default all.
         files (`tuple[str, ...]`): Patterns of its upstream files below `--data-dir`.
-        hub_files (`tuple[str, ...]`): Addresses of its files, where `datasets` does not find them by the id.
+        hub_files (`tuple[str, ...]`): Addresses of its files, if `datasets` does not find them by the id.
     """
 
     name: str
@@ -62,7 +62,7 @@ class QuestionSet:
     hub_files: tuple[str, ...] = ()
 
     def patterns(self) -> list[str]:
-        """Returns where its rows may be below `--data-dir`: what `prepare` writes, upstream files, the Hub's own."""
+        """Returns patterns of its files below `--data-dir`: of `prepare`, of upstream, and of the Hub."""
         _, config, split = self.hub
         below = [f"{folder}/" for folder in (config, "data") if folder] + [""]
         folders = dict.fromkeys((self.name, self.name.replace("-", "_")))
@@ -71,7 +71,7 @@ class QuestionSet:
 
 
 def normalised(row: Row) -> Fields:
-    """Reads a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or one with `prompt`."""
+    """Reads a row of the JSONL form, of Spec-Bench, MT-Bench or SPEED-Bench, or a row with `prompt`."""
     score = row.values.get("score")
     require(
         score is None or score in get_args(Score),
@@ -96,13 +96,13 @@ def normalised(row: Row) -> Fields:
 
 
 def _category(row: Row, *names: str) -> Fields:
-    """The category, where the row has one."""
+    """Returns the category, if the row has one."""
     category = row.text(*names, default="")
     return {"category": category} if category else {}
 
 
 def gsm8k(row: Row) -> Fields:
-    """Reads a row of openai/gsm8k; right is the number behind `####`."""
+    """Reads a row of openai/gsm8k. The right answer is the number after `####`."""
     _, mark, right = row.text("answer").rpartition("####")
     require(
         bool(mark and right.strip()),
@@ -145,13 +145,13 @@ def humaneval(row: Row) -> Fields:
 
 
 def mbpp(row: Row) -> Fields | None:
-    """Reads a row of MBPP's test split; upstream's file has all splits, told apart by their ids."""
+    """Reads a row of MBPP's test split. Upstream's file has all splits, which differ by their ids."""
     number = row.name("task_id")
     if isinstance(number, int) and not 11 <= number <= 510:
         return None
     tests = row.texts("test_list")
     imports = row.values.get("test_imports")
-    # Of the full set, where the sanitised one has `test_imports`
+    # The full set has this field instead of the sanitised set's `test_imports`.
     setup = row.values.get("test_setup_code")
     if imports:
         imports = list(row.texts("test_imports"))
@@ -176,7 +176,7 @@ def mbpp(row: Row) -> Fields | None:
 
 
 def livecodebench(row: Row) -> Fields:
-    """Reads a row of LiveCodeBench; without its tests, which nothing here runs."""
+    """Reads a row of LiveCodeBench, without its tests, because nothing here runs them."""
     starter = row.values.get("starter_code")
     how = "Use the following code structure:"
     if not starter:
@@ -201,7 +201,7 @@ def alpaca(row: Row) -> Fields:
 
 
 def mmstar(row: Row) -> Fields:
-    """Reads a row of MMStar: the whole text with its options, and the image before it."""
+    """Reads a row of MMStar: the whole text with its options, after the image."""
     text = row.text("question")
     right = row.text("answer").strip()
     options = re.findall(r"(?<![A-Za-z])\(?([A-H])\s?[:.)]", text)
@@ -335,23 +335,23 @@ def load_questions(
     template: str | None = None,
     image_dir: Path | None = None,
 ) -> list[Question]:
-    """Returns the questions of a set, as many as wanted, in the set's own order.
+    """Returns `num_prompts` questions of a set, in the set's own order.
 
     Args:
         name (`str`): A name in `SETS`; or a `.jsonl`, `.json` or `.parquet` file; or a folder or Hub set that
             `datasets` loads, as `ORG/NAME`, `ORG/NAME:CONFIG` or `ORG/NAME:CONFIG:SPLIT`.
-        data_dir (`Path`, *optional*): Folder with the files of sets in `SETS`; the Hub is not asked then.
-        num_prompts (`int`, *optional*): How many questions to draw; all of them where there are fewer, or by default.
-        seed (`int`): Which ones: the same ones of the same texts whatever file or place they come from.
-        template (`str`, *optional*): What to ask of a row, for files and Hub sets of a user's own: a text with names
-            of columns in braces. Without it a row is in the JSONL form of [`dflash_hf.bench.questions`], or has
+        data_dir (`Path`, *optional*): Folder with the files of sets in `SETS`. With it, nothing is read from the Hub.
+        num_prompts (`int`, *optional*): How many questions to draw. All are taken by default, or if there are fewer.
+        seed (`int`): Chooses the questions. The same texts give the same questions, from any file or place.
+        template (`str`, *optional*): The question for a row, for files and Hub sets of a user: a text with names of
+            columns in braces. Without it, a row must be in the JSONL form of [`dflash_hf.bench.questions`], or have
             `prompt` or `messages`.
-        image_dir (`Path`, *optional*): Where images are written that are no files yet, named by their contents; a
-            folder in the Hub's cache by default. Nothing is written before every question has been checked.
+        image_dir (`Path`, *optional*): Folder for images that are not files yet, which are named by their contents; by
+            default a folder in the Hub's cache. Nothing is written before every question has been checked.
 
     Raises:
-        ValueError: If there is no such set, file or column, a row is malformed, two have the same id, or an image
-            cannot be read.
+        ValueError: If there is no such set, file or column; if a row is malformed; if two rows have the same id; or if
+            an image cannot be read.
     """
     require(
         num_prompts is None or num_prompts > 0,
@@ -383,7 +383,7 @@ def draw(pairs: Iterable[Pair], num_prompts: int | None, seed: int) -> list[Pair
 
 
 def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, Iterator[Pair]]:
-    """What the set is called in results, and its questions with their images, read one by one."""
+    """Returns the set's name in results, and its questions with their images, which are read one by one."""
     if name.endswith(FILES):
         path = Path(name)
         return path.stem, _own(file_rows([path]), path.stem, template)
@@ -405,7 +405,7 @@ def _read(name: str, data_dir: Path | None, template: str | None) -> tuple[str, 
 
 
 def set_name(name: str) -> str:
-    """Returns one name of a set, however it is written: its own, or of a file or folder its whole path."""
+    """Returns a unique name of a set, however it is written. For a file or folder, this is its absolute path."""
     known = _known_set(name)
     if known is not None:
         return known.name
@@ -413,19 +413,19 @@ def set_name(name: str) -> str:
 
 
 def _known_set(name: str) -> QuestionSet | None:
-    """The set in `SETS` of that name, which is no path."""
+    """Returns the set in `SETS` of that name. A name with a slash is a path."""
     if "/" in name:
         return None
     return {_plain(entry.name): entry for entry in SETS}.get(_plain(name))
 
 
 def _plain(name: str) -> str:
-    """A name without what people write in different ways: MATH-500, math_500."""
+    """Returns a name without the letters that people write in different ways, as in MATH-500 and math_500."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _theirs(known: QuestionSet, data_dir: Path | None) -> Iterator[Pair]:
-    """The questions of a set in `SETS`, from the Hub or from a folder."""
+    """Yields the questions of a set in `SETS`, from the Hub or from a folder."""
     for row in _rows(known, data_dir):
         fields = normalised(row) if "turns" in row.values else known.question(row)
         if fields is not None:
@@ -434,7 +434,8 @@ def _theirs(known: QuestionSet, data_dir: Path | None) -> Iterator[Pair]:
 
 def _pair(row: Row, dataset: str, fields: Fields) -> Pair:
     every: Fields = {"dataset": dataset, "question_id": row.number, "category": dataset, **fields}
-    # Here and not only where answers are scored: a run's questions cannot be changed later
+    # The reference is checked here and not only when answers are scored, because a run's questions cannot change
+    # later.
     if every.get("score") is not None:
         check_reference(every["score"], every["reference"], row.where)
     return Question(**every), row.images()
@@ -445,7 +446,7 @@ def _rows(known: QuestionSet, data_dir: Path | None) -> Iterator[Row]:
         action = f"connect, or run `dflash-hf bench prepare {known.name}` where there is a network and pass --data-dir"
         files = known.hub_files
         return hub_rows(*known.hub, columns=known.columns, files=files, action=action)
-    # `Path.is_dir` of Python 3.11 raises for a text that is too long for a path.
+    # `Path.is_dir` of Python 3.11 raises an error for a text that is too long for a path.
     require(os.path.isdir(data_dir), "a folder as --data-dir", str(data_dir), "fix the path")
     for pattern in known.patterns():
         paths = sorted(path for path in data_dir.glob(pattern) if path.is_file())
@@ -464,20 +465,20 @@ def _own(rows: Iterable[Row], dataset: str, template: str | None) -> Iterator[Pa
                 f"expected turns, messages or prompt in {row.where}, got {listed(row.values) or 'no column'}; "
                 "say what to ask: --template '{COLUMN}'"
             )
-        # Other columns of such a row mean what its set says: they are asked of, not read as ours.
+        # With a template, other columns of the row have their set's meaning, so they are not read as our fields.
         asked = row if template is None else replace(row, values={"turns": [filled(template, row)]})
         yield _pair(row, dataset, normalised(asked))
 
 
 def store_images(pairs: Sequence[Pair], folder: Path | None) -> list[Question]:
-    """Returns questions with the paths of their images, those that are bytes written to files in a folder.
+    """Returns questions with the paths of their images. Images that are bytes are written to files in a folder.
 
     Args:
-        pairs (sequence): Questions, and where their images are.
-        folder (`Path`, *optional*): Where to; a folder in the Hub's cache by default. Only made if there is need.
+        pairs (sequence): Questions with the sources of their images.
+        folder (`Path`, *optional*): The folder, which is made only if needed; by default one in the Hub's cache.
 
     Raises:
-        ValueError: If one cannot be read; then nothing is written.
+        ValueError: If an image cannot be read. Nothing is written then.
     """
     if folder is None:
         from huggingface_hub.constants import HF_HOME

@@ -1,4 +1,4 @@
-"""`summary.json`, `acceptance.csv` and `scores.jsonl`: what a run's answers come to, from its files alone."""
+"""This module computes `summary.json`, `acceptance.csv` and `scores.jsonl` from a run's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflash_hf.bench.run_files import Run, by_answer, read_run
 from dflash_hf.data.row_files import write_rows, write_whole
 
 Score = Callable[[Question, Answer], float | None]
-# By `model_id`, question and repeat; only of answers that have one
+# By `model_id`, question and repeat. Answers without a score are not in it.
 Scores = dict[tuple[str, Which], float]
 MAX_BINS = 32  # along a text
 SCORES = "scores.jsonl"
@@ -31,19 +31,19 @@ CSV_COLUMNS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dict[str, Any]:
     """Counts a run's answers and writes `scores.jsonl`, `acceptance.csv` and `summary.json` into its folder.
 
-    Each file is written whole or not at all. Seconds, tokens and ratios; what is not known is `null`.
+    Each file is written whole or not at all. The numbers are seconds, tokens and ratios. Unknown numbers are `null`.
 
     Args:
-        folder: The run's; see [`dflash_hf.bench.run_files.read_run`].
-        score (callable, *optional*): From a question and its answer to a score between 0 and 1, or `None` where there
-            is no right answer; default [`dflash_hf.bench.scores.score`], with the run's own `run_code`.
+        folder: The folder of the run; see [`dflash_hf.bench.run_files.read_run`].
+        score (callable, *optional*): Takes a question and its answer, and returns a score between 0 and 1, or `None`
+            if there is no right answer. The default is [`dflash_hf.bench.scores.score`] with the run's own `run_code`.
 
     Returns:
-        `dict`: What `summary.json` holds. `methods` has, per method, blocks of counts under `sets` (per set, those
-        that it was asked) and `all`.
+        `dict`: The content of `summary.json`. `methods` has blocks of counts for each method: under `sets` (per set
+        that it was asked) and under `all`.
 
     Raises:
-        ValueError: If the folder holds no run, or not only one.
+        ValueError: If the folder contains no run, or files that do not belong to it.
     """
     run = read_run(folder)
     notes = _unfinished(run)
@@ -80,12 +80,12 @@ def summarize(folder: str | os.PathLike[str], score: Score | None = None) -> dic
 
 
 def read_scores(folder: Path) -> Scores:
-    """Reads the scores that `summarize` left in a run's folder; none without the file."""
+    """Reads the scores that `summarize` has written into a run's folder; none without the file."""
     return {which: row["score"] for which, row in by_answer(folder / SCORES, "score").items()}
 
 
 def _unfinished(run: Run) -> list[str]:
-    """Says which method has the fewest answers, if one that has not failed lacks some."""
+    """Says which unfailed method has the fewest answers, if answers are missing."""
     asked = len(run.questions) * run.settings.get("repeats", 1)
     counts = {
         cell.model_id: len(run.answers[cell.model_id]) for cell in run.cells if cell.failed is None
@@ -101,7 +101,7 @@ def _every(run: Run) -> Iterable[Answer]:
 
 
 def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
-    """Scores every answer; the same texts to the same question once, for code takes seconds to run."""
+    """Scores every answer. Equal texts to a question are scored once, because running code takes seconds."""
     wanted = [answer for answer in _every(run) if run.questions[answer.key].score]
     if score is None and wanted:
         from dflash_hf.bench.scores import score as score_one
@@ -111,12 +111,12 @@ def _score_all(run: Run, score: Score | None, notes: list[str]) -> Scores:
     scores: Scores = {}
     for answer in wanted:
         assert score is not None
-        # The same text is another answer where the prompt has opened a thought.
+        # The same text is another answer if the prompt has opened a thought.
         said = (answer.key, tuple((turn.text, turn.begins_in_thought) for turn in answer.turns))
         if said not in known:
             try:
                 known[said] = score(run.questions[answer.key], answer)
-            except ImportError as error:  # the counts are there without it
+            except ImportError as error:  # the other counts do not need the scores
                 notes.append(f"Answers are not scored: {error}")
                 return {}
         value = known[said]
@@ -133,7 +133,7 @@ def _dataset(run: Run, name: str) -> dict[str, Any]:
 
 
 def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, Any]:
-    """A way of decoding: what it is, and its counts per set and over all."""
+    """Returns the description of a method, with its counts per set and over all sets."""
     answers = run.answers[cell.model_id]
     differing = [] if cell.is_sampled else _differing(run, cell)
 
@@ -153,14 +153,14 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
         }
 
     def grouped(own: dict[Which, Answer], name: str) -> dict[str, dict[Which, Answer]]:
-        """Answers by a field of their questions."""
+        """Groups answers by a field of their questions."""
         groups: dict[str, dict[Which, Answer]] = {}
         for which, answer in own.items():
             groups.setdefault(getattr(run.questions[answer.key], name), {})[which] = answer
         return groups
 
     def parts(own: dict[Which, Answer], name: str) -> dict[str, Any]:
-        """The blocks of a field, if the questions differ in it."""
+        """Returns the blocks of each value of a field, if the questions differ in it."""
         groups = grouped(own, name)
         if len(groups) == 1:
             return {}
@@ -191,14 +191,14 @@ def _method(run: Run, cell: Cell, scores: Scores, bin_tokens: int) -> dict[str, 
 
 
 def baseline_pairs(run: Run, cell: Cell, own: dict[Which, Answer]) -> list[Pair]:
-    """Returns some answers of a cell beside its baseline's to the same questions and repeats; no failed ones."""
+    """Returns answers of a cell with its baseline's answers to the same questions and repeats, without failed ones."""
     if cell.baseline == cell.model_id:
         return []
     return _pairs_with(run, cell.baseline, own)
 
 
 def _pairs_with(run: Run, other_id: str | None, own: dict[Which, Answer]) -> list[Pair]:
-    """Returns some answers beside another cell's to the same questions and repeats; none without such a cell."""
+    """Returns answers with another cell's answers to the same questions and repeats; none without such a cell."""
     if other_id is None:
         return []
     theirs = run.answers.get(other_id, {})
@@ -207,7 +207,7 @@ def _pairs_with(run: Run, other_id: str | None, own: dict[Which, Answer]) -> lis
 
 
 def _differing(run: Run, cell: Cell) -> list[dict[str, Any]]:
-    """Where answers first differ from the baseline's, and by how much if the run has recorded it."""
+    """Returns where answers first differ from the baseline's, and by how much if the run has recorded it."""
     rows: list[dict[str, Any]] = []
     for answer, other in baseline_pairs(run, cell, run.answers[cell.model_id]):
         found = first_difference(answer, other)
@@ -224,7 +224,7 @@ def _differing(run: Run, cell: Cell) -> list[dict[str, Any]]:
 
 
 def _agreement(pairs: list[Pair], differing: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """How many of some answers are the baseline's, and the largest margin of the others."""
+    """Returns how many answers are equal to the baseline's, and the largest margin of the others."""
     if not pairs:
         return None
     asked = {answer.which for answer, _ in pairs}
@@ -243,7 +243,7 @@ def _agreement(pairs: list[Pair], differing: list[dict[str, Any]]) -> dict[str, 
 
 
 def _acceptance_csv(summary: dict[str, Any]) -> str:
-    """One line per method that drafts and set, in vLLM's names and by its definitions."""
+    """Returns one line per drafting method and set, with vLLM's names and definitions."""
     rows = [
         (method["model_id"], name, block["acceptance"])
         for method in summary["methods"]

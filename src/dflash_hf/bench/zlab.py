@@ -1,7 +1,7 @@
-"""z-lab's published package (`dflash` 0.1.0) as a way of decoding, with our draft's weights; imported here only.
+"""This module makes z-lab's package (`dflash` 0.1.0) a way of decoding, with our draft's weights.
 
-It takes one prompt of text at a time. Its statistics are cut where an answer ends, so that the last verify of an
-answer counts as accepted what was committed of it.
+No other module imports the package. It takes one text prompt at a time. Its statistics are cut at the end of an
+answer. So for the last verify of an answer, only the committed tokens count as accepted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ PACKAGE = "dflash==0.1.0"
 
 
 def zlab_way(models: Models) -> Way:
-    """Returns z-lab's `dflash_generate` over the same weights: exported in their format, loaded by their class.
+    """Returns z-lab's `dflash_generate` with the same weights, exported in z-lab's format and loaded by z-lab's class.
 
     Raises:
-        ValueError: If the package is not installed, or their format cannot express the draft.
+        ValueError: If the package is not installed, or if z-lab's format cannot express the draft.
     """
     try:
         from dflash import model as zlab  # pyright: ignore[reportMissingImports]
@@ -39,7 +39,7 @@ def zlab_way(models: Models) -> Way:
         loaded: Any = zlab.DFlashDraftModel.from_pretrained(folder, dtype=models.target.dtype)
     draft = loaded.to(models.target.device).eval()
     package: Any = zlab
-    # Their clock waits for CUDA, which may not be there.
+    # z-lab's clock waits for CUDA, which may not be there.
     clock: Callable[[], float] = (
         package._cuda_time if models.target.device.type == "cuda" else time.perf_counter
     )
