@@ -1,1 +1,1 @@
-"""The command line: one file per subcommand, all of them thin."""
+"""This package is the command line, with one file per subcommand. The subcommands leave the work to other packages."""

@@ -1,4 +1,4 @@
-"""`python -m dflash_hf.cli`: the console script, where it is not on the path."""
+"""This module runs the console script as `python -m dflash_hf.cli`, for example if the script is not on the path."""
 
 from dflash_hf.cli.main import app
 

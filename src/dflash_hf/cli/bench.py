@@ -1,4 +1,4 @@
-"""`dflash-hf bench`: sets of questions asked in several ways of decoding, and a report of it."""
+"""This module is `dflash-hf bench`, which asks sets of questions in several ways of decoding and writes a report."""
 
 from __future__ import annotations
 
@@ -225,10 +225,10 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
     """Returns the settings of a run.
 
     Args:
-        given (mapping): The options of [`bench`], as the command line has them.
+        given (mapping): The options of [`bench`], as the command line gives them.
 
     Raises:
-        ValueError: If one cannot be read, or one that is needed is not there.
+        ValueError: If an option cannot be read, or if a necessary option is missing.
     """
     methods = values_of(given["methods"], str, "--methods")
     # A server has its own target.
@@ -274,6 +274,6 @@ def read_settings(given: Mapping[str, Any]) -> RunSettings:
         or (None,),
         proposal=values_of(given["proposal"], str, "--proposal") or (None,),
         template_options=options,
-        # As the other commands have it: a model as small as the bundled one is slower on several threads.
+        # The other commands have this default too: a model as small as the bundled one is slower on several threads.
         threads=given["threads"] or (1 if is_bundled else None),
     )

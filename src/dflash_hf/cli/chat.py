@@ -1,4 +1,4 @@
-"""`dflash-hf chat`: a conversation with a pair, in the terminal or on a web page."""
+"""This module is `dflash-hf chat`, a conversation with a pair in the terminal or on a web page."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HELP = """\
 Ctrl-C           ends an answer
 arrow keys       show earlier questions"""
 
-# Else they would refuse every later question, too
+# Otherwise, images that were refused would make every later question fail too.
 LEFT_OUT = "The images of this question are left out; add them again with /image"
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def chat(
     If the target takes images, a chat may have images.
     """
     if web and ":" in host:
-        # Gradio makes an address of it that is none, once the pair has been loaded
+        # Gradio would make an invalid address of it, but only after the pair has been loaded.
         raise ValueError(
             f"expected a name or an IPv4 address as --host for --web, got {host!r}; pass localhost or 127.0.0.1"
         )
@@ -135,7 +135,7 @@ def chat(
             model, Settings(max_new_tokens=max_new_tokens, temperature=temperature), console, system
         )
         return
-    # As Ctrl-C does, so that the uploads are deleted: Python leaves at once on SIGTERM otherwise.
+    # SIGTERM then ends the chat as Ctrl-C does, so that the uploads are deleted. Otherwise, Python would exit at once.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     status = Console(stderr=True).status(
         "measuring the first example, with the draft and without it"
@@ -150,8 +150,8 @@ def chat(
 
 
 def page_parts(host: str, port: int) -> Any:
-    """Returns the module that has the page's parts; raises `ValueError` if it could not be served there."""
-    # Gradio opens the port itself, once all is loaded, and wants it at the second address whatever `host` is.
+    """Returns the module with the page's parts. Raises `ValueError` if the page cannot be served at this address."""
+    # Gradio opens the port itself, after everything is loaded. It also needs the port at 127.0.0.1, for any `host`.
     for name in (host, "127.0.0.1"):
         listen(name, port).close()
     try:
@@ -163,15 +163,15 @@ def page_parts(host: str, port: int) -> Any:
 
 
 def converse(model: ChatModel, settings: Settings, console: Console, system: str = "") -> None:
-    """Reads questions and prints answers as they come, each with its statistics, until the end of input.
+    """Reads questions and prints answers as they come, each with its statistics, until the input ends.
 
-    Commands begin with `/`; [`HELP`] says which there are. Ctrl-C ends an answer.
+    Commands begin with `/`. [`HELP`] lists them. Ctrl-C ends an answer.
     """
     from dflash_hf.chat.conversation import Conversation
 
-    with suppress(ImportError):  # which Windows has not; where it is loaded, `input` has a history
+    with suppress(ImportError):  # Windows has no readline; with it, `input` has a history
         import_module("readline")
-    # Bytes that are no UTF-8 are then refused with their line: names of files may have them
+    # Bytes that are not UTF-8 (for example in names of files) are then refused with their line.
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     console.print(FIRST_LINE, style="dim", markup=False, highlight=False)
@@ -219,7 +219,7 @@ def converse(model: ChatModel, settings: Settings, console: Console, system: str
                 _answer(answers, console)
         except ValueError as error:
             console.print(str(error), style="red", markup=False, highlight=False)
-        except KeyboardInterrupt:  # while a prompt or an image is read
+        except KeyboardInterrupt:  # it came while a prompt or an image was read
             console.print()
 
 
@@ -238,7 +238,7 @@ def _image(name: str) -> ChatImage:
     try:
         path = Path(name).expanduser()
         is_file = path.is_file()
-    # The home of nobody, a name that is too long, or a folder that may not be looked into
+    # `~` of an unknown user, a name that is too long, or a folder that may not be read.
     except (RuntimeError, OSError) as error:
         raise ValueError(
             f"expected an image, got {name}, which cannot be looked for ({one_line(error)}); correct the path"
@@ -255,7 +255,7 @@ def _asked(
     images: list[ChatImage],
     settings: Settings,
 ) -> Generator[Answer]:
-    """Asks a question; where it is refused, the sentence says that its images are left out."""
+    """Asks a question. If it is refused, the error says that its images are left out."""
     try:
         return model.ask(conversation, text, images, settings)
     except ValueError as error:
@@ -265,10 +265,10 @@ def _asked(
 
 
 def _answer(answers: Generator[Answer], console: Console) -> None:
-    """Prints one answer, accepted runs and the target's own tokens told apart, and a line of numbers."""
+    """Prints one answer, with different styles for accepted proposals and the target's own tokens, and its numbers."""
     shown = 0
     answer = None
-    # The run ends with the generator, wherever the interrupt comes
+    # An interrupt at any place closes the generator, and this ends the run.
     with suppress(KeyboardInterrupt), closing(answers):
         for answer in answers:
             for run in answer.runs[shown:]:

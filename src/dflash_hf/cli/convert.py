@@ -1,4 +1,4 @@
-"""`dflash-hf convert`: a draft from one format to another, bit by bit."""
+"""This module is `dflash-hf convert`, which saves a draft in another format without changing its weights."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def convert(
     with Console(stderr=True).status(f"converting {escape(source)}"):
         draft = load_draft(source, dtype=widest_dtype(inspect_draft(source)["dtypes"]))
         model = None if target is None else load_target_for(target, draft, to)
-        # Whole first: a draft that the format cannot express must not cost the one that is there.
+        # The draft is first written completely, so that a draft that the format cannot express replaces nothing.
         with replaced(destination) as folder:
             save_draft(draft, folder, to, model)
     typer.echo(f"{destination}: format {to}, {draft.num_parameters():,} parameters")
 
 
 def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> PreTrainedModel:
-    """The target; without its weights where its config says all that is needed."""
+    """Returns the target. Its weights are not loaded if its config says everything that the format needs."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -78,7 +78,7 @@ def load_target_for(target: str, draft: DFlashDraftModel, to: FormatName) -> Pre
     config = config_of_target(target)
     model_class = AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
     has_vocabulary = FORMATS[to].has_vocabulary
-    # A draft may have one of the two, and the other is then the target's.
+    # A draft may have only one of the two. The other one is then the target's.
     has_own = {draft.config.own_embed_tokens, draft.config.own_lm_head}
     if has_vocabulary is None or has_own == {has_vocabulary}:
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""`dflash-hf demo`: held-out prompts of every kind, in a clone with images too, answered by the pairs in both ways."""
+"""This module is `dflash-hf demo`, which answers held-out prompts with and without the draft of the bundled pairs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def demo(
             "pip install 'dflash-hf[vlm]'"
         )
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    # All of them are read before anything is loaded.
+    # All prompts are read before any model is loaded.
     prompts = [read_prompts(folder / "held_out.jsonl", per_kind) for folder in folders]
     rows: list[Comparison] = []
     for folder, asked in zip(folders, prompts, strict=True):
@@ -92,7 +92,7 @@ def _answer(
     console: Console,
     as_json: bool,
 ) -> list[Comparison]:
-    """Loads a pair, streams an answer to its first prompt (with an image, if one has), and compares all of them."""
+    """Loads a pair, streams one answer (to a prompt with an image, if there is one), and compares all answers."""
     from transformers import TextStreamer
 
     from dflash_hf.pair.answers import answer, compare_with_plain, tokenizer_of, warm_up
@@ -121,9 +121,10 @@ def _answer(
 
 
 def read_prompts(path: Path, per_kind: int) -> list[dict[str, Any]]:
-    """Reads the first `per_kind` held-out prompts of each kind, kinds in the file's order.
+    """Reads the first `per_kind` held-out prompts of each kind. The kinds are in the file's order.
 
-    Paths of images are relative to the file. Raises `ValueError` if it is not there, or a row asks nothing.
+    Paths of images are relative to the file. Raises `ValueError` if there is no file, no prompt, or a row asks
+    nothing.
     """
     if not path.exists():
         advice = "give as --pair a folder with target/, draft/ and held_out.jsonl"

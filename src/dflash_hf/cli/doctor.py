@@ -1,4 +1,4 @@
-"""`dflash-hf doctor`: what silently ruins the acceptance of a draft, measured and explained."""
+"""This module is `dflash-hf doctor`, which finds settings that lower a draft's acceptance without changing texts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     for short in table.columns[:2]:
         short.no_wrap = True
     for check in diagnosis.checks:
-        # Sentences quote lists, whose brackets are no markup.
+        # Sentences may quote lists, whose brackets are not markup.
         meaning = escape(check.sentence)
         if check.advice:
             meaning += f"\n[bold]{escape(check.advice)}"

@@ -1,4 +1,4 @@
-"""`dflash-hf drafts`: which drafts others have published, from a file of the package, without a network."""
+"""This module is `dflash-hf drafts`, which lists published drafts from a file of the package, without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 PUBLISHED = Path(__file__).with_name("published.json")
-# What stands in the columns of the table, for those who read it.
+# Explains the columns of the table.
 NOTES = (
     "block: number of slots in a block. thinking: the thinking mode in which the authors train or measure the draft. "
     "-: not known. config checked: the draft's published config loads, with random weights. layout checked: a config "
@@ -22,17 +22,17 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedDraft:
-    """One draft that somebody has published.
+    """One published draft.
 
     Args:
         target, draft (`str`): Hub ids.
-        format (`str`): Layout of the checkpoint, as [`~dflash_hf.load_draft`] names them.
+        format (`str`): Format of the checkpoint, by the names of [`~dflash_hf.save_draft`].
         block_size (`int`, *optional*): Slots of a block, the anchor included.
-        thinking (`str`, *optional*): `"on"` or `"off"`: the mode of the target's chat template that its authors train
-            or measure it in.
-        checked (`str`): What was looked at here: `"config"`, its published config, which loads with random weights;
-            `"layout"`, the config of another draft of its project, which loads; `"refused"`, a variant that is not
-            supported; or `"no"`.
+        thinking (`str`, *optional*): `"on"` or `"off"`: the mode of the target's chat template in which the authors
+            train or measure the draft.
+        checked (`str`): What was checked here. `"config"`: its published config loads, with random weights.
+            `"layout"`: the config of another draft of its project loads. `"refused"`: the variant is not supported.
+            `"no"`: nothing.
     """
 
     target: str
@@ -44,14 +44,14 @@ class PublishedDraft:
 
 
 def published_drafts(target: str = "") -> list[PublishedDraft]:
-    """Returns the published drafts whose target has this in its name, in any case of letters."""
+    """Returns the published drafts whose target has this text in its name. Upper and lower case do not matter."""
     rows: list[dict[str, Any]] = json.loads(PUBLISHED.read_text(encoding="utf-8"))
     every = [PublishedDraft(**row) for row in rows]
     return [one for one in every if target.lower() in one.target.lower()]
 
 
 def words_for(checked: str) -> str:
-    """Returns what was looked at, in words; nothing where that is nothing."""
+    """Returns in words what was checked; an empty text if nothing was."""
     if checked == "no":
         return ""
     if checked == "refused":
@@ -81,7 +81,7 @@ def drafts(
             highlight=False,
         )
         return
-    # 60 columns: the name of a draft, which is long, has a line of its own.
+    # The table has 60 columns. The name of a draft is long, so it has its own line.
     console.print(
         f"{'target':<33} {'format':<11} {'block':>5} {'thinking':>8}", style="bold", highlight=False
     )

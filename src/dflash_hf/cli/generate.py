@@ -1,4 +1,4 @@
-"""`dflash-hf generate`: one prompt, answered with the draft as it comes, and on request without it too."""
+"""This module is `dflash-hf generate`, which answers one prompt with the draft, and on request without it too."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def generate(
     In half precision the scores of two tokens may be equal up to rounding errors (a tie).
     A difference at a tie does not count.
     """
-    # Infinity passes a range without an end.
+    # A range without an upper end lets infinity pass.
     is_finite = math.isfinite(temperature)
     require(is_finite, "a finite number as --temperature", temperature, "0 is greedy")
     asked = conversation(read_prompt(prompt, file), image or [], system)
@@ -169,15 +169,15 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Returns the prompt from the argument, a file, or stdin, of which one end of a line at the end is left out.
+    """Returns the prompt from the argument, a file or stdin. One line break at the end of a file or stdin is removed.
 
-    Raises `ValueError` if there is none, two of them, or one that is empty, too long, or no UTF-8.
+    Raises `ValueError` if there is no prompt or there are two, or if the prompt is empty, too long, or not UTF-8.
     """
     if prompt is not None and file is not None:
         raise ValueError("expected one prompt, got an argument and --file; leave one out")
     if prompt is not None and prompt != "-":
         return checked_text(prompt, "the prompt")
-    # `Path.is_file` of Python 3.11 raises for a text that is too long for a path.
+    # `Path.is_file` of Python 3.11 raises an error for a text that is too long for a path.
     if file is not None and not os.path.isfile(file):
         raise ValueError(
             f"expected a file with the prompt as --file, got {str(file)!r}, which is not a file; correct the path"
@@ -197,14 +197,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(
             f"expected a prompt of at most {MAX_BYTES / 2**20:.0f} MB in {where}, got more; shorten it"
         )
-    # "-sig": some editors and shells begin a text with a byte order mark
+    # "-sig", because some editors and shells begin a text with a byte order mark.
     text = content.decode("utf-8-sig", errors="surrogateescape")
     text = text.removesuffix("\n").removesuffix("\r")
     return checked_text(text, f"the prompt in {where}")
 
 
 def checked_text(text: str, what: str) -> str:
-    """Returns a text; raises `ValueError` if it is empty, or was no UTF-8: a shell hands on any bytes."""
+    """Returns a text. Raises `ValueError` if it is empty or was not UTF-8, because a shell passes on any bytes."""
     if not text.strip():
         raise ValueError(f"expected a text as {what}, got an empty one; write something")
     if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -213,19 +213,19 @@ def checked_text(text: str, what: str) -> str:
 
 
 def conversation(text: str, images: list[Path], system: str | None) -> Prompt:
-    """Returns what is asked, with images and a system prompt; the text alone where there are none."""
+    """Returns the prompt with images and a system prompt; the text alone if there are none."""
     asked = with_images(text, images)
     if system is None:
         return asked
     content = checked_text(system, "--system")
     said: dict[str, Any] = {"role": "system", "content": content}
-    if images:  # templates that place images read the texts of all turns in parts
+    if images:  # templates that place images need the texts of all turns as parts
         said["content"] = [{"type": "text", "text": content}]
     return [said, *as_messages(asked)]
 
 
 def draft_options(*values: Any) -> dict[str, Any]:
-    """Returns those of the draft's options that were given, by name; raises `ValueError` for what no draft takes."""
+    """Returns the given options of the draft by name. Raises `ValueError` for values that no draft takes."""
     from dflash_hf.generation_config import DFlashGenerationConfig
 
     names = ("block_size", "verify_width", "num_tree_nodes", "proposal", "engine")
@@ -250,7 +250,7 @@ def show_answer(
     is_compared: bool,
     as_json: bool,
 ) -> Answer:
-    """Answers a prompt, with the answer on stdout as it comes, or all of it as JSON; if asked for, compares."""
+    """Answers a prompt, as a stream on stdout or as JSON. Compares with the answer without the draft if asked to."""
     from dflash_hf.pair.answers import answer, check_comparable, compare_with_plain, warm_up
 
     model, assistant, processor = pair
@@ -290,7 +290,7 @@ def show_answer(
 
 @contextmanager
 def logs_held_back() -> Generator[None]:
-    """Holds back what this package logs until the block is left, so that no line stands within a streamed answer."""
+    """Holds back the package's log lines until the block is left, so that none is within a streamed answer."""
     package = logging.getLogger("dflash_hf")
     held = MemoryHandler(capacity=1000, flushLevel=logging.CRITICAL + 1)
     before = package.propagate
@@ -306,7 +306,7 @@ def logs_held_back() -> Generator[None]:
 
 
 def text_streamer(processor: Processor, status: Status) -> TextStreamer:
-    """Returns what writes an answer on stdout; the first of it ends what stands on stderr meanwhile."""
+    """Returns a streamer that writes an answer to stdout. The first text ends the status line on stderr."""
     from transformers import TextStreamer
 
     from dflash_hf.pair.answers import tokenizer_of

@@ -1,4 +1,4 @@
-"""`dflash-hf inspect`: what a draft is, from its config and the headers of its weights."""
+"""This module is `dflash-hf inspect`, which describes a draft from its config and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def inspect(
 
 
 def published_as(place: str) -> PublishedDraft | None:
-    """Returns what is known of a published draft, if the Hub id or the end of the path is that of one."""
+    """Returns the published draft whose Hub id is `place`, or the end of the path `place`; `None` if there is none."""
     end = "/".join(Path(place).parts[-2:])
     for one in published_drafts():
         if one.draft == end:
@@ -52,7 +52,7 @@ def published_as(place: str) -> PublishedDraft | None:
 
 
 def described(found: dict[str, Any]) -> dict[str, str]:
-    """Returns the lines of the table, in words, of what [`~dflash_hf.checkpoints.drafts.inspect_draft`] found."""
+    """Returns the lines of the table for the result of [`~dflash_hf.checkpoints.drafts.inspect_draft`]."""
     form = found["format"]
     if found["is_dflash2"]:
         form += " (DFlash 2)"

@@ -1,4 +1,4 @@
-"""`dflash-hf`: the console script."""
+"""This module is `dflash-hf`, the console script."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dflash_hf.cli.train import CONTEXT, train
 from dflash_hf.cli.tune import tune
 from dflash_hf.errors import REFUSED, one_line
 
-# Exit statuses beside `REFUSED`; 0 is success, and 1 what a command found out: answers differ, or the doctor has
+# Exit statuses beside `REFUSED`. 0 is success. 1 is the result of a command: answers differ, or the doctor has
 # findings.
 UNEXPECTED = 3
 INTERRUPTED = 130
@@ -33,13 +33,13 @@ NO_READER = 141
 
 
 class SentenceGroup(TyperGroup):
-    """Says what went wrong in a sentence on stderr, with a status of its own: never a stack trace, never status 1."""
+    """Reports errors as a sentence on stderr with their own status: without a stack trace, and never with status 1."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the subcommand.
 
-        Bad input is status 2: `ValueError`, `OSError` (a folder that is not there) and `ImportError` (Pillow, which
-        images need). Anything else that nobody foresaw is 3, with the place where it happened.
+        Bad input gives status 2: `ValueError`, `OSError` (for example a missing folder) and `ImportError` (for example
+        Pillow, which images need). Any other error gives status 3, with the place where it happened.
         """
         try:
             return super().invoke(ctx)
@@ -48,12 +48,12 @@ class SentenceGroup(TyperGroup):
         except KeyboardInterrupt as error:
             typer.secho("Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from error
-        # `| head` has what it wanted, and what is left is for nobody
+        # A reader such as `head` has read enough, so the rest of the output is dropped.
         except BrokenPipeError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise typer.Exit(NO_READER) from error
         except Exception as error:
-            if hasattr(error, "exit_code"):  # the parser's own, about the command line
+            if hasattr(error, "exit_code"):  # an error of Typer's parser about the command line
                 raise
             if ctx.params.get("show_traceback"):
                 typer.echo(traceback.format_exc(), err=True)
@@ -68,7 +68,7 @@ class SentenceGroup(TyperGroup):
 
 
 def unexpected(error: Exception) -> str:
-    """Returns a sentence about an error that nobody foresaw: what, where, and how to see more of it."""
+    """Returns a sentence about an unexpected error: what it is, where it happened, and how to see more."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(__file__).resolve().parents[1]
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
@@ -79,7 +79,7 @@ def unexpected(error: Exception) -> str:
 
 
 def show_version(asked: bool) -> None:
-    """Prints the version and ends, if asked for."""
+    """Prints the version and exits, if asked for."""
     if asked:
         typer.echo(f"dflash-hf {__version__}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""Options that several subcommands have, and how their values are read."""
+"""This module contains options that several subcommands have, and functions that read their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from dflash_hf.data.prompt_files import NO_OPTIONS, check_template_options
 from dflash_hf.errors import require
 
-# Of subcommands that take a pair, or the bundled one of a name
+# Options of subcommands that take a pair, or a bundled pair by name.
 TargetOption = Annotated[
     str | None,
     typer.Option("--target", help="Folder or Hub id of the target; default: the bundled target."),
@@ -57,7 +57,7 @@ HostOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Value = TypeVar("Value")
-MAX_TOKENS = 2**31 - 1  # of an answer: what a tensor of counts holds
+MAX_TOKENS = 2**31 - 1  # of an answer: the largest number in a tensor of counts
 MAX_SEED = 2**32 - 1
 
 
@@ -65,7 +65,7 @@ def values_of(text: str, kind: Callable[[str], Value], option: str) -> tuple[Val
     """Reads the values of an option, which are separated by commas.
 
     Raises:
-        ValueError: If one is not of its kind.
+        ValueError: If a value is not of its kind.
     """
     found: list[Value] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -81,17 +81,17 @@ def values_of(text: str, kind: Callable[[str], Value], option: str) -> tuple[Val
 
 
 def width_of(text: str) -> int | Literal["auto"]:
-    """Returns a whole number or `"auto"`, as some options have it; raises `ValueError` if it is neither."""
+    """Returns a whole number or `"auto"`, which some options take. Raises `ValueError` if the text is neither."""
     if text == "auto":
         return "auto"
     return int(text)
 
 
 def object_of(text: str, option: str) -> dict[str, Any]:
-    """Reads a JSON object of an option.
+    """Reads the JSON object in an option.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If the text is not a JSON object.
     """
     found: Any = None
     with suppress(ValueError, RecursionError):
@@ -104,9 +104,9 @@ def object_of(text: str, option: str) -> dict[str, Any]:
 def template_options(
     text: str, no_thinking: bool, reserved: Sequence[str] = NO_OPTIONS
 ) -> dict[str, Any]:
-    """Returns the options of a chat template, by two of ours.
+    """Returns the options of a chat template from `--chat-template-kwargs` and `--no-thinking`.
 
-    Raises `ValueError` if the text is no JSON object, or has a name that is no option of a template.
+    Raises `ValueError` if the text is not a JSON object, or has a name that is not an option of a template.
     """
     found = object_of(text, "--chat-template-kwargs")
     check_template_options(found, reserved)

@@ -1,6 +1,6 @@
-"""The bundled pairs: their folders, what they can be asked, and which one a subcommand takes.
+"""This module knows the bundled pairs: their folders, what to ask them, and which pair a subcommand takes.
 
-Subcommands import torch and Transformers when they run: `--help` and a wrong option are answered without.
+Subcommands import torch and Transformers only when they run, so that `--help` and wrong options need neither.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dflash_hf.pair.loading import has_bfloat16_instructions
 
 logger = logging.getLogger(__name__)
 
-# If the package is read where it was written: `pip install -e`, the tests
+# Whether the package runs from a clone, as with `pip install -e` and in the tests.
 CLONE = Path(__file__).resolve().parents[3]
 IS_CLONE = (CLONE / "demos" / "toy").is_dir()
-# The pair for texts: a wheel has it within the package, in a clone it stands among the scripts that made it.
+# The pair for texts. A wheel has it within the package. In a clone it is in the folder of the scripts that made it.
 BUNDLED = (
     CLONE / "demos" / "toy"
     if IS_CLONE
     else Path(str(files("dflash_hf") / "bundled_pair")).resolve()
 )
 _TOY = "A toy, trained in this repository. It was trained only for these tasks:"
-# What a bundled pair can be asked; that for texts is in the wheel, the others are in a clone only
+# What to ask a bundled pair. The pair for texts is in the wheel. The others are only in a clone.
 ABOUT = {
     "text": f"{_TOY} sums, short Python functions, records as JSON or YAML, and small talk.",
     "vision": (
@@ -38,7 +38,7 @@ ABOUT = {
 
 
 def _folders(name: str, dtype: str = "float32") -> tuple[Path, Path]:
-    """Returns the folders of a pair; SmolLM2 was saved in two dtypes, each in a folder of its own."""
+    """Returns the folders of a pair. SmolLM2 was saved in two dtypes, each in its own folder."""
     if name == "smollm2":
         fetched = CLONE / "build" / "smollm2"
         target = fetched / "target"
@@ -50,10 +50,10 @@ def _folders(name: str, dtype: str = "float32") -> tuple[Path, Path]:
 
 
 def _quicker_dtype() -> str:
-    """Returns the dtype in which SmolLM2 answers quicker on this machine, and logs it.
+    """Returns the dtype in which SmolLM2 answers faster on this machine, and logs it.
 
-    On a CPU with instructions for bfloat16 it answers quicker in that, on others in float32 (docs/speed.md). On an
-    accelerator bfloat16 reads half the bytes.
+    On a CPU with instructions for bfloat16 this is bfloat16. On other CPUs it is float32 (docs/speed.md). On an
+    accelerator it is bfloat16, which reads half the bytes.
     """
     from dflash_hf.devices import accelerator
 
@@ -70,10 +70,10 @@ def _quicker_dtype() -> str:
 
 
 def named_pair(name: str, dtype: str = "auto") -> tuple[str, str]:
-    """Returns the folders of target and draft of a pair of `ABOUT`, of smollm2 those of a dtype.
+    """Returns the folders of target and draft of a pair in `ABOUT`. `dtype` matters only for smollm2.
 
-    Raises `ValueError` for another name, for a pair that comes with a clone only where there is none, and for one that
-    is not there: of smollm2 a clone has the draft, and `make real` fetches its target.
+    Raises `ValueError` for another name, for a pair that needs a clone if there is none, and for a pair that is
+    missing. For smollm2, a clone contains only the draft, and `make real` downloads the target.
     """
     require(
         name in ABOUT,
@@ -100,9 +100,9 @@ def named_pair(name: str, dtype: str = "auto") -> tuple[str, str]:
 
 
 def check_one_pair(pair: str | None, target: str | None, draft: str | None) -> None:
-    """Raises `ValueError` if a pair is named beside a target or a draft of the user's own, or a target is given alone.
+    """Raises `ValueError` if a pair is named together with `--target` or `--draft`, or a target is given alone.
 
-    A draft alone is used with the bundled target. No draft but its own fits a target.
+    A draft alone is used with the bundled target. A target fits only its own draft, so it cannot be given alone.
     """
     if pair is not None and (target, draft) != (None, None):
         raise ValueError("expected --pair, or --target and --draft, got both; leave one out")
@@ -116,9 +116,9 @@ def check_one_pair(pair: str | None, target: str | None, draft: str | None) -> N
 def given_or_bundled(
     target: str | None, draft: str | None, name: str, dtype: str = "auto"
 ) -> tuple[str, str]:
-    """Returns target and draft as they are given. If one is not given, it is that of the pair `name`.
+    """Returns target and draft as they are given. A missing one is taken from the pair `name`.
 
-    Raises `ValueError` as [`named_pair`] does, if it is asked for.
+    Raises `ValueError` as [`named_pair`] does, if the pair is needed.
     """
     if target and draft:
         return target, draft
@@ -127,7 +127,7 @@ def given_or_bundled(
 
 
 def default_pair() -> str:
-    """Returns the name of the pair to chat with: the real one where it has been fetched, else a toy that loads."""
+    """Returns the name of the pair to chat with: the real one if it is downloaded, otherwise a toy that loads."""
     names = ["smollm2"]
     if has_pillow():
         names.append("vision")
@@ -139,7 +139,7 @@ def default_pair() -> str:
 
 
 def about(target: str, draft: str) -> str:
-    """Returns a sentence on what a bundled pair can be asked, and none about other pairs."""
+    """Returns a sentence that says what to ask a bundled pair; an empty text for other pairs."""
     given = [Path(target).resolve(), Path(draft).resolve()]
     for name, text in ABOUT.items():
         for dtype in ("float32", "bfloat16"):

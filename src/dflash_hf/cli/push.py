@@ -1,4 +1,4 @@
-"""`dflash-hf push`: a draft for others, on the Hub or in a folder: weights, card, and decoding by one argument."""
+"""This module is `dflash-hf push`, which publishes a draft on the Hub or in a folder, with a card and code."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def push(
     else:
         place = str(to.resolve())
         told = place
-    # Made whole before anything is written where others read it.
+    # The repository is complete before anything is written to the place where others read it.
     with (
         TemporaryDirectory(prefix="dflash-push-") as made,
         Console(stderr=True).status(f"writing {escape(place)}"),
     ):
         write_repository(draft, Path(made), place, target, license)
         if to is None:
-            # Without the option an organization's own rule holds
+            # With `None`, the rule of an organization decides.
             upload(Path(made), place, private or None)
         else:
             shutil.copytree(made, to, dirs_exist_ok=True)
@@ -104,10 +104,10 @@ def push(
 def write_repository(
     draft: str, folder: Path, place: str, target: str | None, license: str | None
 ) -> None:
-    """Writes what a repository holds: the draft's own files, a card, and `custom_generate/generate.py`.
+    """Writes the content of a repository: the draft's own files, a card, and `custom_generate/generate.py`.
 
-    `place` is where the folder will be, which the snippets load. Raises `ValueError` if the draft is damaged, or
-    neither it nor `target` says what its target is.
+    `place` is where the folder will be, for the code that loads it. Raises `ValueError` if the draft is damaged, or if
+    neither its files nor `target` name a target.
     """
     from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
@@ -137,7 +137,7 @@ def write_repository(
 
 
 def card_for(draft: str, format: FormatName, place: str, target: str, license: str | None) -> str:
-    """Returns the draft's own card, with its new place in the snippets, or a new one; both with the one line."""
+    """Returns the draft's own card with its new place in the code, or a new card. Both get the section `ON_CARD`."""
     from dflash_hf.checkpoints.files import find_file
     from dflash_hf.training.export import CARD, UNPLACED, CardFacts, card
 
@@ -161,9 +161,9 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
 
 
 def upload(folder: Path, repo: str, private: bool | None) -> None:
-    """Makes the repository where it is not there, and uploads a folder as one commit.
+    """Creates the repository if it does not exist, and uploads a folder as one commit.
 
-    Raises `ValueError` if it cannot, or if the repository was to be private and is there and public.
+    Raises `ValueError` if this fails, or if the repository should be private but exists and is public.
     """
     from huggingface_hub import HfApi
 
@@ -172,12 +172,12 @@ def upload(folder: Path, repo: str, private: bool | None) -> None:
     api = HfApi()
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        # Of a repository that is there the Hub ignores `private`
+        # The Hub ignores `private` for a repository that already exists.
         is_too_public = bool(private) and not api.repo_info(repo).private
         if not is_too_public:
             message = "Upload a DFlash draft"
             api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-    except Exception as error:  # of its client, of its tokens, of the network: many classes
+    except Exception as error:  # of the client, of tokens and of the network, in many classes
         what = f"{type(error).__name__}: {one_line(error)}"
         advice = "log in with hf auth login, or write to a folder with --to"
         raise ValueError(f"expected to upload to {repo}, got {what}; {advice}") from error

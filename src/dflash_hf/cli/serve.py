@@ -1,4 +1,4 @@
-"""`dflash-hf serve`: a pair behind OpenAI's interface, on Starlette and Uvicorn."""
+"""This module is `dflash-hf serve`, which serves a pair with OpenAI's interface, by Starlette and Uvicorn."""
 
 from __future__ import annotations
 
@@ -111,22 +111,22 @@ def serve(
                 max_rows=max_rows,
                 max_kept_bytes=int(max_kept_gib * 2**30),
             )
-            # In the thread that will answer
+            # The warm-up runs in the thread that will answer requests.
             served.engine.call(warm_up, *loaded, "Hello.")
         for line in remarks(served, no_thinking, kept_gib):
             typer.echo(line, err=True)
         address = f"[{host}]" if ":" in host else host
         place = f"http://{address}:{listening.getsockname()[1]}/v1"
         typer.echo(f"{name} is served at {place} (Ctrl-C ends it)", err=True)
-        # Python leaves at once on SIGTERM otherwise.
+        # Without this handler, Python would exit at once on SIGTERM.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         parts.Server(served, parts.guards(host, origins)).run(sockets=[listening])
 
 
 def checked_origins(origins: list[str]) -> list[str]:
-    """Returns origins as browsers send them; raises `ValueError` for what no browser would send."""
+    """Returns origins as browsers send them. Raises `ValueError` for an origin that no browser would send."""
     for origin in origins:
-        # Origins are compared letter by letter, and browsers write names of hosts in lower case
+        # Origins are compared letter by letter, and browsers write host names in lower case.
         is_origin = re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@*A-Z\s]+", origin) is not None
         what = "an origin as --cors-origin, such as http://localhost:3000, or *"
         action = "give scheme, host and port alone, in lower case"
@@ -135,7 +135,7 @@ def checked_origins(origins: list[str]) -> list[str]:
 
 
 def remarks(served: Pair, no_thinking: bool, kept_gib: float | None) -> list[str]:
-    """Returns a line about what is not found in this pair's answers, and about each option that changes nothing."""
+    """Returns a line about what cannot be found in this pair's answers, and about each option without an effect."""
     found: list[str] = []
     if served.template and not served.markup:
         kind = served.target.config.model_type
@@ -159,14 +159,14 @@ def remarks(served: Pair, no_thinking: bool, kept_gib: float | None) -> list[str
 
 
 def note(line: str) -> None:
-    """Writes a line to stderr; who has stopped reading it ends no answer."""
-    # As behind `dflash-hf serve 2>&1 | head`: an error here would be one of the engine's thread.
+    """Writes a line to stderr. If nobody reads stderr any more, answers continue."""
+    # For example after `dflash-hf serve 2>&1 | head`. An error here would be raised in the engine's thread.
     with suppress(OSError):
         typer.echo(line, err=True)
 
 
 def server_parts() -> Any:
-    """Returns the module that has the server's parts; raises `ValueError` if what it needs is not there."""
+    """Returns the module with the server's parts. Raises `ValueError` if a package that it needs is missing."""
     import transformers
     from transformers.utils import import_utils
 
@@ -184,7 +184,7 @@ def server_parts() -> Any:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens there; raises `ValueError` if none can."""
+    """Returns a socket that listens at this address. Raises `ValueError` if that is not possible."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

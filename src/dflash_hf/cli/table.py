@@ -1,4 +1,4 @@
-"""What `generate` and `demo` show: the prompt, and at the end the table and where answers differ."""
+"""This module prints what `generate` and `demo` show: the prompt, a table, and the places where answers differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from dflash_hf.data.prompt_files import Prompt, as_messages, image_names, text_of
 from dflash_hf.tables import make_table
 
-PAYS = 1.05  # a smaller ratio is noise as often as not
+PAYS = 1.05  # a smaller ratio is often only noise
 MAY_HELP = (
     "Texts like the draft's training data may be faster. On a CPU with instructions for bfloat16, --dtype bfloat16 "
     "may be faster. dflash-hf doctor checks the settings."
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
-    """Prints a table, of a line per kind of prompt and one over several kinds, and where answers differ."""
+    """Prints a table with a line per kind of prompt (and one for all kinds), and where answers differ."""
     compared = "plain"
     if are_sampled(rows):
         compared = "no\ndraft"
@@ -37,7 +37,7 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
         "ratio",
     )
     table = make_table("answers with and without the draft", ["prompts"], headings)
-    # Narrow enough for 60 columns.
+    # The table fits into 60 columns.
     table.box = None
     table.pad_edge = False
     table.padding = (0, 1, 0, 0)
@@ -45,7 +45,7 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
     for row in rows:
         by_kind.setdefault(row.kind, []).append(row)
     for kind, group in by_kind.items():
-        # Kinds come from a file, whose brackets are no markup.
+        # Kinds come from a file, and their brackets are not markup.
         table.add_row(escape(f"{kind} ({len(group)})"), *_cells(group))
     if len(by_kind) > 1:
         table.add_row(f"all ({len(rows)})", *_cells(rows), style="bold")
@@ -63,10 +63,10 @@ def show_comparisons(console: Console, rows: Sequence[Comparison]) -> None:
 
 
 def speed_line(rows: Sequence[Comparison]) -> str:
-    """Returns a sentence on how quick the answers were, against plain `generate` and against no draft in this package.
+    """Returns a sentence about the speed, relative to plain `generate` and to this package without the draft.
 
-    Plain `generate` does not run where the answers are sampled. Where the draft does not pay the sentence says so, and
-    what may help.
+    For sampled answers, plain `generate` is left out, because it does not run. If the draft does not pay, the sentence
+    says so, and what may help.
     """
     from dflash_hf.pair.answers import pool
 
@@ -80,12 +80,12 @@ def speed_line(rows: Sequence[Comparison]) -> str:
 
 
 def are_sampled(rows: Sequence[Comparison]) -> bool:
-    """Returns True if an answer is sampled, which is then compared with this package's own loop."""
+    """Returns True if an answer is sampled. Such an answer is compared with this package's own loop."""
     return any(row.is_sampled for row in rows)
 
 
 def _cells(rows: Sequence[Comparison]) -> list[str]:
-    """The numbers of a group of comparisons, as text."""
+    """Returns the numbers of a group of comparisons as text."""
     from dflash_hf.pair.answers import pool
 
     total = pool(rows)
@@ -101,7 +101,7 @@ def _cells(rows: Sequence[Comparison]) -> list[str]:
 
 
 def _same(rows: Sequence[Comparison]) -> str:
-    """Says of a group whether its answers are the same, and if so how many part at a tie."""
+    """Returns in words whether the answers of a group are the same, and how many of them differ only at a tie."""
     ties = sum(not row.identical for row in rows)
     if not all(row.agreement.holds for row in rows):
         return "[bold red]NO"
@@ -111,7 +111,7 @@ def _same(rows: Sequence[Comparison]) -> str:
 
 
 def prompt_line(prompt: Prompt) -> Text:
-    """Returns what is asked: the names of all images so far, and the text of the last message."""
+    """Returns the prompt as a line: the names of all images, and the text of the last message."""
     line = Text()
     for name in image_names(prompt):
         line.append(f"[{name}] ", style="cyan")

@@ -1,4 +1,4 @@
-"""`dflash-hf tune`: the seconds of a step on this machine, measured and kept for later calls of `generate`."""
+"""This module is `dflash-hf tune`, which measures the seconds of a step and stores them for later calls."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tune(
     Stop other programs first, because they make the measured times longer.
     """
     check_one_pair(pair, target, draft)
-    # torch is imported only where a command needs it.
+    # torch is imported only if a command needs it.
     from dflash_hf.generation.tune import MAX_ROWS
 
     numbers = values_of(rows, int, "--rows")
@@ -79,7 +79,7 @@ def tune(
 
 
 def _show(console: Console, measured: CostTable) -> None:
-    """Prints the milliseconds of a step by rows and tokens."""
+    """Prints the milliseconds of a step, by rows and verified tokens."""
     widths = sorted(max(measured.steps.values(), key=len))
     headings = [str(width) for width in widths]
     table = make_table(
