@@ -33,7 +33,7 @@ class Turn:
         wall_time (`float`): Seconds of the call divided by the number of rows that it answered. So tokens divided by
             the sum of these seconds is what a batch makes per second.
         latency (`float`): Seconds of the call, which its caller had to wait.
-        ttft (`float`, *optional*): Seconds from the begin of the call until its first token.
+        ttft (`float`, *optional*): Seconds from the start of the call until its first token.
         finish_reason (`str`): `"stop"` at an end token, `"length"` at the limit.
         begins_in_thought (`bool`): Whether the prompt ended with `<think>`, as some chat templates write it. For a
             server this is not known.

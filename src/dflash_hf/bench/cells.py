@@ -117,8 +117,8 @@ class RunSettings:
     Args:
         data (`tuple[str, ...]`): Names of sets, as [`dflash_hf.bench.sets.load_questions`] takes them.
         methods (`tuple[str, ...]`): Some of `METHODS`, in the order of the tables.
-        assistant (`str`, *optional*): The value of the option `--assistant-model`. batch, ..., proposal (`tuple`):
-        Values of [`Options`], in the same units. Several values are compared.
+        assistant (`str`, *optional*): The value of the option `--assistant-model`.
+        batch, ..., proposal (`tuple`): Values of [`Options`], in the same units. Several values are compared.
         template_options (mapping): Options of the chat template.
         device (`str`): A device map for Transformers.
     """

@@ -70,7 +70,7 @@ class Models:
 
     @property
     def loaded_draft(self) -> DFlashDraftModel:
-        """The draft. It must be loaded: it is if a method of the run needs it."""
+        """The draft, which is loaded if a method of the run needs it."""
         assert self.draft is not None
         return self.draft
 

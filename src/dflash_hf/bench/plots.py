@@ -26,7 +26,7 @@ COLOURS = {
 STAND_INS = {name: f"#0001{number:02d}" for number, name in enumerate(COLOURS)}
 INK, MUTED, LINE, BAD, PAPER, *SERIES = STAND_INS.values()
 MARKERS = "osD^vPX*"
-# In inches. A narrow screen shows one figure beside another and a wide one three. Text is readable on both.
+# In inches. A narrow screen shows one figure per row and a wide screen three. Text is readable on both.
 WIDTH = 3.9
 MAX_ROWS = 60  # rows of a figure per set and method; with more, it shows only all sets together
 MAX_NAME = 26

@@ -101,7 +101,7 @@ def check_models(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
     """Raises `ValueError` if a continued run has loaded other models, or the same models in another way.
 
     Args:
-        before, now (mapping): The results of [`provenance`] at the begin of the run and now. Values that an older
+        before, now (mapping): The results of [`provenance`] at the start of the run and now. Values that an older
             version of this package did not write are taken to be the same now.
         folder (`Path`): The folder of the run.
     """

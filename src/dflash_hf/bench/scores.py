@@ -6,8 +6,7 @@ does not end is wrong.
 Programs of models run in a process of their own under limits ([`dflash_hf.bench.score_child`]). From the inside out:
 
 * an audit hook: the first process, signal, socket, or change to a file ends the run;
-* limits of the kernel: CPU time, memory, no bytes into files, no processes and threads (root is not bound by the
-  latter);
+* limits of the kernel: CPU time, memory, no bytes into files, no processes and threads (except for root);
 * a time limit, at which the process and its group are killed;
 * an environment without variables of the user, and a temporary folder to work in, which is removed;
 * on Linux, where user namespaces are permitted (containers often forbid them): no network, and a process namespace, so

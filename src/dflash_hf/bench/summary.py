@@ -85,7 +85,7 @@ def read_scores(folder: Path) -> Scores:
 
 
 def _unfinished(run: Run) -> list[str]:
-    """Says which unfailed method has the fewest answers, if answers are missing."""
+    """Says which method has the fewest answers, if one that has not failed lacks some."""
     asked = len(run.questions) * run.settings.get("repeats", 1)
     counts = {
         cell.model_id: len(run.answers[cell.model_id]) for cell in run.cells if cell.failed is None

@@ -159,8 +159,8 @@ class Conversation:
     # Finished turns, except for the newest one, which may be running.
     turns: list[Turn] = field(default_factory=list[Turn])
     system: str = ""  # what the target reads before all turns
-    # The cache after the last drafted answer, with the draft's context attached, and the tokens in its columns, `[1,
-    # C]`.
+    # The cache after the last drafted answer, with the draft's context attached. The tensor `[1, C]` holds the tokens
+    # of its columns.
     cache: tuple[DynamicCache, Tensor] | None = None
     busy: bool = False  # whether a run is in progress
     # Ends the run in progress. Every run has its own event.

@@ -105,8 +105,7 @@ class RunStreamer(BaseStreamer):
 
     def _read(self, ids: list[int]) -> str:
         """Adds ids to the answer. Returns their text up to the last whole character, without special tokens."""
-        # All ids are decoded each time, because a token's text may depend on the tokens before it. All of them are
-        # read each time: a token's text may depend on those before it
+        # All ids are decoded each time, because a token's text may depend on the tokens before it.
         self.answer.ids += ids
         whole = str(self.tokenizer.decode(self.answer.ids, skip_special_tokens=True)).rstrip(BROKEN)
         return whole[len(self.answer.text) :]

@@ -26,7 +26,7 @@ from dflash_hf.errors import listed, one_line, require, shown
 # The index of a draft of 512 layers takes 1 MB. The worst JSON of 2 MB (`[],[],...`) would take a second to parse.
 MAX_JSON_BYTES = 2**20
 PathOrRepo = str | PathLike[str]
-# The keys are the spelling of safetensors.
+# The keys are dtypes as safetensors spells them.
 FLOAT_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -154,7 +154,7 @@ class QuantisedTensor(NamedTuple):
         if "weight_zero_point" in self.parts:
             zero = self.parts["weight_zero_point"].read()
             if self.scheme.is_packed:
-                # Zero points are packed along the rows.
+                # Zero points are packed along the first dimension.
                 zero = unpacked(zero.T, self.scheme.num_bits, rows).T
             found = found - self._spread(zero, rows, columns)
         found = found * self._spread(scale, rows, columns)

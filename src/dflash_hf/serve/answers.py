@@ -15,8 +15,7 @@ def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) ->
     """Returns the tokens that have no text: all special tokens, except the marks of a response template."""
     marks = marks_of(markup)
     special = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
-    # A tokenizer may leave special tokens unnamed: Llama 3 ends some answers with a token that its tokenizer does not
-    # name.
+    # A tokenizer may not name all of its special tokens: Llama 3 ends some answers with a token without such a name.
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
             special[token_id] = token.content
@@ -26,8 +25,8 @@ def hidden_tokens(tokenizer: PreTrainedTokenizerBase, markup: dict[str, Any]) ->
 class TextReader:
     """Decodes tokens one by one, and returns their text in whole characters.
 
-    A token is decoded together with the tokens of the piece before it. They decide whether a space comes between the
-    two.
+    A token is decoded together with the tokens of the piece before it, because these tokens decide whether a space
+    comes before it.
 
     Args:
         tokenizer: The tokenizer that decodes the tokens.

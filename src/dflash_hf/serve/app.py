@@ -1,8 +1,8 @@
 """This module contains the pages of the server: OpenAI's two endpoints for answers, over one pair, and a few more.
 
-[`dflash_hf.serve.requests`] checks a request and makes jobs of it. The engine ([`dflash_hf.serve.engine`]) runs the
-jobs. [`dflash_hf.serve.exchange`] makes an answer or a stream of pieces from their tokens. An error is answered by
-OpenAI's error object, with one sentence in it.
+[`dflash_hf.serve.requests`] checks a request. [`dflash_hf.serve.exchange`] submits its jobs to the engine
+([`dflash_hf.serve.engine`]), and makes an answer or a stream of pieces from their tokens. For an error, the response
+is OpenAI's error object with one sentence.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ class Exchange:
             pieces: list[Piece] = []
             if isinstance(event, Tokens):
                 self.tracked[index].begin()
-                # The answer ignores tokens after a stop text. The engine finds the stop in the same way and ends the
-                # job.
+                # At a stop text, the engine itself ends the job, because it looks for stop texts in the same way.
                 pieces = choice.answer.add(event.ids)
             elif isinstance(event, Done):
                 choice.counts = event.counts

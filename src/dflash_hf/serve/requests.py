@@ -32,7 +32,7 @@ from dflash_hf.serve.refusal import FIX, Refusal, has_whole_characters, need
 from dflash_hf.target_model.parts import find_target
 
 MAX_BODY = 64 * 2**20  # bytes
-MAX_CHARACTERS = 4_000_000  # of all texts: nothing else is answered while a tokenizer reads them
+MAX_CHARACTERS = 4_000_000  # of all texts: a tokenizer would read more of them for a long time
 MAX_TOOLS = 262_144  # letters of all tools: templates write them token by token
 MAX_STOPS = 16
 MAX_CHOICES = 16

@@ -1,10 +1,9 @@
 """This module is the engine of a pair. Jobs are rows of one running batch, and join and leave between two steps.
 
 Everything happens in one thread, in turns ([`BatchEngine.turn`]): jobs join, all rows make one step, and rows leave.
-    If
-the batch refuses a job, `generate` answers this job alone after the rows before it have ended. The jobs behind it wait
-until then, so that all jobs begin in the order in which they came. Only a job that the batch refuses while it reads
-the prompt begins later: it begins after all jobs that the batch has taken in by then.
+If the batch refuses a job, `generate` answers this job alone after the rows before it have ended. The jobs behind it
+wait until then, so that all jobs begin in the order in which they came. Only a job that the batch refuses while it
+reads the prompt begins later: it begins after all jobs that the batch has taken in by then.
 """
 
 from __future__ import annotations
