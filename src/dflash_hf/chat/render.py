@@ -41,7 +41,7 @@ def tried_of(tried: Tried) -> Markup:
 
     A line has three fields with tabs between them: the number of tokens before the continuation, 1 if it came from the
     text (otherwise 0), and its own text. The data is one attribute and is cached, because an answer is drawn many
-    times, but its steps are looked at one by one.
+    times, but a person looks at its steps one by one.
     """
     lines = (
         f"{one.after}\t{one.from_text:d}\t{one.text.translate(_VISIBLE)}" for one in tried.branches
