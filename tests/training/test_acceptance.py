@@ -220,6 +220,23 @@ def test_every_answer_of_a_conversation_is_walked(pair: tuple[DFlashDraftModel, 
     assert walked.committed == [expected, []]
 
 
+def test_a_walk_that_fails_restores_the_mode(pair: tuple[DFlashDraftModel, Target]) -> None:
+    draft, target = pair
+    example = Example(input_ids=[5, 9, 4, 6], loss_mask=[0, 0, 1, 1])
+
+    def fail(num_done: int) -> None:
+        raise KeyboardInterrupt
+
+    was_training = draft.training
+    draft.train()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            walked_acceptance(draft, target, [example], on_batch=fail)
+        assert draft.training
+    finally:
+        draft.train(was_training)
+
+
 def test_the_cases_of_the_walk() -> None:
     accepted = [0, 0, 2, 9, 0, 1, 0, 0]
     assert walk(accepted, 2, 7) == [3, 2]

@@ -189,30 +189,32 @@ def walked_acceptance(
         cache ([`FeatureCache`], *optional*): The stored tapped states of all examples. By default, the target runs.
         on_batch (callable, *optional*): It is called after each batch with the number of examples done so far.
     """
-    was_training = draft.training
-    draft.eval()
     committed: list[list[int]] = [[] for _ in examples]
     done = 0
-    for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
-        part = [examples[i] for i in chosen]
-        batch = collate(part)
-        features = None
-        if cache is not None:
-            features = cache.read(part, batch).taps.to(draft.fc.weight.device)
-        accepted = accepted_at_anchors(
-            draft,
-            target,
-            batch,
-            features,
-            block_size=block_size,
-            verify_width=verify_width,
-            is_tree=is_tree,
-        )
-        for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
-            for first, last in answers_of(example):
-                committed[index] += walk(row, first, last)
-        done += len(chosen)
-        if on_batch is not None:
-            on_batch(done)
-    draft.train(was_training)
+    was_training = draft.training
+    draft.eval()
+    try:
+        for chosen in sorted_batches(range(len(examples)), example_lengths(examples), batch_size):
+            part = [examples[i] for i in chosen]
+            batch = collate(part)
+            features = None
+            if cache is not None:
+                features = cache.read(part, batch).taps.to(draft.fc.weight.device)
+            accepted = accepted_at_anchors(
+                draft,
+                target,
+                batch,
+                features,
+                block_size=block_size,
+                verify_width=verify_width,
+                is_tree=is_tree,
+            )
+            for index, example, row in zip(chosen, part, accepted.tolist(), strict=True):
+                for first, last in answers_of(example):
+                    committed[index] += walk(row, first, last)
+            done += len(chosen)
+            if on_batch is not None:
+                on_batch(done)
+    finally:
+        draft.train(was_training)
     return WalkedAcceptance(committed=committed)
