@@ -163,12 +163,12 @@ def test_a_resumed_run_saves_at_the_steps_asked_for_now(
 def test_records_behind_the_checkpoint_are_dropped(
     target: Qwen3ForCausalLM, make_draft: MakeDraft, tmp_path: Path
 ) -> None:
-    """Their steps are done again, and what a kill has cut is no record."""
+    """Their steps are done again. Lines that are no records, or that a kill has cut, are dropped too."""
     changes: dict[str, Any] = {"save_steps": 2, "logging_steps": 1}
     with pytest.raises(Killed):
         make(target, make_draft(), tmp_path, Kill(3, "log"), **changes).train()
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text() + '{"step": 4, "lo')
+    path.write_text(path.read_text() + '3\n{"loss": 2.0}\n{"step": 4, "lo')
     make(target, make_draft(), tmp_path, **changes).train(resume_from_checkpoint=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]

@@ -128,14 +128,15 @@ def _keep_records(path: Path, last_step: int, is_evaluated_again: bool) -> None:
 
 
 def _record_of(line: str) -> dict[str, Any] | None:
-    """Returns the record in a line, or `None` if the line is incomplete because the run was killed."""
+    """Returns the record in a line, or `None` if the line is no whole record, for example after the run was killed."""
     if not line.endswith("\n"):
         return None
     try:
         record: Any = json.loads(line)
     except ValueError:
         return None
-    return record
+    is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+    return record if is_record else None
 
 
 def whole_checkpoint(asked: str | bool | None, output_dir: Path) -> str | None:
