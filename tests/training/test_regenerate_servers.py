@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from harness.stub_server import Behaviour, Handler, StubServer, behaviour_of
 from transformers import AutoProcessor, AutoTokenizer
@@ -188,6 +189,14 @@ def test_a_server_is_left_alone_as_long_as_it_asks(
     assert_whole(settings, report)
     at = [is_refused for _, is_refused in times].index(True)
     assert times[at + 1][0] - times[at][0] >= 1
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("2", 2), (" 3 ", 3), ("soon", 0), ("²", 0), ("", 0), ("1.5", 0)]
+)
+def test_only_whole_seconds_are_a_pause(header: str, seconds: int) -> None:
+    response = httpx.Response(503, headers={"Retry-After": header.encode("latin-1")})
+    assert server_pool._asked_pause(response) == seconds
 
 
 @pytest.mark.timeout(60)

@@ -269,6 +269,6 @@ def _pause(number: int) -> float:
 def _asked_pause(response: httpx.Response) -> float:
     """Returns the seconds of a response's `Retry-After` header, or 0 if it has none or gives a date."""
     text = response.headers.get("retry-after", "")
-    if not text.strip().isdigit():
+    if not text.strip().isdecimal():
         return 0.0
     return min(float(text), LONGEST_ASKED_PAUSE)
