@@ -442,7 +442,8 @@ class DFlashConfig(PreTrainedConfig):
         # The mask token is looked up in the embedding like any other token. An id beyond the embedding would fail in a
         # kernel.
         in_range = mask >= 0 and _is_below(mask, size)
-        require(in_range, f"mask_token_id in [0, {size})", mask, "it must index the embedding")
+        indices = "at least 0" if size is None else f"in [0, {size})"
+        require(in_range, f"mask_token_id {indices}", mask, "it must index the embedding")
         is_stated = size is not None or not (self.own_embed_tokens or self.own_lm_head)
         what = "vocab_size beside own_embed_tokens or own_lm_head"
         require(is_stated, what, size, "say how many tokens the target has")

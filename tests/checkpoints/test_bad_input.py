@@ -528,3 +528,8 @@ def test_a_null_rope_theta_is_refused() -> None:
         ValueError, match="expected a positive number as rope_theta of the RoPE, got None"
     ):
         DFlashConfig(**{**TINY, "rope_parameters": {"rope_type": "default", "rope_theta": None}})
+
+
+def test_a_negative_mask_token_is_refused_without_a_vocabulary_size() -> None:
+    with pytest.raises(ValueError, match="expected mask_token_id at least 0, got -1"):
+        DFlashConfig(**{**TINY, "vocab_size": None, "mask_token_id": -1})
