@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -265,11 +266,20 @@ class Hub:
     def repo_info(self, repo: str) -> SimpleNamespace:
         return SimpleNamespace(private=repo not in self.public)
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+    def upload_folder(
+        self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]
+    ) -> None:
         assert commit_message
         code = (folder_path / "custom_generate" / "generate.py").read_text()
         self.asked.append(
-            (repo_id, {"files": sorted(file.name for file in folder_path.iterdir()), "code": code})
+            (
+                repo_id,
+                {
+                    "files": sorted(file.name for file in folder_path.iterdir()),
+                    "code": code,
+                    "deleted": delete_patterns,
+                },
+            )
         )
 
 
@@ -287,6 +297,11 @@ def test_push_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         content["files"]
     )
     assert "DRAFT = 'my-org/my-draft'" in content["code"]
+    # Files of an earlier draft would be loaded in place of these.
+    before = ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+    others = ["other/model.safetensors", "adapter_model.safetensors", "config.json"]
+    deleted = filter_repo_objects([*before, *others], allow_patterns=content["deleted"])
+    assert list(deleted) == before
     monkeypatch.setattr(Hub, "refuses", True)
     result = run("push", TOY / "draft", "my-org/my-draft", "--target", "my-org/my-target")
     assert (result.exit_code, result.stdout) == (2, "")

@@ -14,6 +14,14 @@ from rich.markup import escape
 from dflash_hf.checkpoints.names import FormatName
 from dflash_hf.pair.loading import check_place
 
+# Files whose names may differ from draft to draft, or that a draft may lack. Files of an earlier draft would
+# be loaded in place of the new ones.
+OF_A_DRAFT = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "generation_config.json",
+]
 CUSTOM_GENERATE = '''\
 """Decoding with this repository's draft: `generate(..., custom_generate=DRAFT, trust_remote_code=True)`."""
 
@@ -161,7 +169,7 @@ def card_for(draft: str, format: FormatName, place: str, target: str, license: s
 
 
 def upload(folder: Path, repo: str, private: bool | None) -> None:
-    """Creates the repository if it does not exist, and uploads a folder as one commit.
+    """Creates the repository if it does not exist, and replaces its draft by a folder, as one commit.
 
     Raises `ValueError` if this fails, or if the repository should be private but exists and is public.
     """
@@ -175,8 +183,12 @@ def upload(folder: Path, repo: str, private: bool | None) -> None:
         # The Hub ignores `private` for a repository that already exists.
         is_too_public = bool(private) and not api.repo_info(repo).private
         if not is_too_public:
-            message = "Upload a DFlash draft"
-            api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                commit_message="Upload a DFlash draft",
+                delete_patterns=OF_A_DRAFT,
+            )
     except Exception as error:  # of the client, of tokens and of the network, in many classes
         what = f"{type(error).__name__}: {one_line(error)}"
         advice = "log in with hf auth login, or write to a folder with --to"
