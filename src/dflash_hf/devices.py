@@ -7,13 +7,13 @@ accelerate in its attribute `_hf_hook`. These hooks load the weights before its 
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -162,25 +162,23 @@ def total_memory(device: torch.device) -> int | None:
     """Returns the number of bytes of a device's memory, or `None` if it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    if device.type == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(of_machine, _container_memory() or of_machine)
-    return None
+    return _machine_memory() if device.type == "cpu" else None
 
 
 @functools.cache
-def _container_memory() -> int | None:
-    """Returns the number of bytes of memory that a Linux container may use, or `None` if there is no limit.
+def _machine_memory() -> int:
+    """Returns the number of bytes of memory that this machine has, or that a Linux container may use.
 
-    The file is read once, because a call needs the value several times, and the limit is set before a container's
+    Both are read once, because a call needs the value several times, and the limit is set before a container's
     processes begin.
     """
+    of_machine = int(psutil.virtual_memory().total)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
     except OSError:
-        return None
+        return of_machine
     # Without a limit, the file contains "max".
-    return int(limit) if limit.isdecimal() else None
+    return min(of_machine, int(limit)) if limit.isdecimal() else of_machine
 
 
 def plain_tensors() -> AbstractContextManager[Any]:
