@@ -238,6 +238,10 @@ def test_a_table_is_for_one_pair_and_dtype() -> None:
     json.dumps(found)
     assert found != about(**DFLASH2)
     assert found != about(markov_rank=4)
+    in_float8 = tiny_draft(model, 6)
+    in_float8.generation_config.draft_dtype = "float8_e4m3fn"
+    costs = StepCosts.of(target, in_float8, 6)
+    assert found != about_pair(target, in_float8, costs, is_tree=True)
     assert found["target_class"] == "Qwen3ForCausalLM"
     # One layer in another dtype is enough, wherever it is.
     model.model.layers[2].mlp.float()

@@ -106,6 +106,8 @@ def about_pair(
         "attention": target.config._attn_implementation,
         "draft_parts": _kinds_in(draft),
         "is_dflash2": draft.config.is_dflash2,
+        # Blocks may be computed with a copy of the draft in FP8.
+        "draft_dtype": draft.generation_config.draft_dtype,
         "is_tree": is_tree,
         "autocast": _autocast_dtype(device.type),
         **sizes,
