@@ -169,6 +169,13 @@ def test_tune_measures_chains_of_a_hybrid() -> None:
     assert set(widths_of(target, draft, [5, 9])) <= set(candidate_widths(8))
 
 
+def test_tune_measures_a_target_with_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = half_pair()
+    monkeypatch.setattr(target.generation_config, "stop_strings", ["</s>"])
+    assert dflash_hf.tune(target, draft, rows=(1,)).path.is_file()
+    assert target.generation_config.stop_strings == ["</s>"]
+
+
 def test_tune_leaves_models_as_they_were() -> None:
     target, draft = half_pair()
     before = {name: value.clone() for name, value in target.state_dict().items()}

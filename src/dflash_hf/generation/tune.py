@@ -116,6 +116,8 @@ def _measure_rows(model: PreTrainedModel, draft: DFlashDraftModel, num_rows: int
         # If every proposal is accepted, the first rounds reach this limit. Rows that have ended cost the same.
         "max_new_tokens": draft.config.block_size * num_choices * NUM_TIMES,
         "do_sample": False,
+        # Strings of the target's own generation config would need a tokenizer. They do not change what a step costs.
+        "stop_strings": None,
     }
     return answer_with(_measure, cast(Any, model).generate, model, draft, arguments)
 
