@@ -132,7 +132,7 @@ HOT_MODULES: dict[str, set[str]] = {
     "dflash_hf.target_model.parts": set(),
     "dflash_hf.generation.accept": {"_choose_tokens", "stop_by_criteria"},
     "dflash_hf.generation.choose": set(),
-    "dflash_hf.generation.synchronized_rows": {"_take_column"},
+    "dflash_hf.generation.synchronized_rows": {"_stream"},
     "dflash_hf.generation.draw": set(),
     "dflash_hf.generation.sampling": {"at", "settings", "check_drawable"},
     "dflash_hf.generation.buffers": set(),

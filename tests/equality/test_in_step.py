@@ -286,3 +286,27 @@ def test_a_row_wise_processor_keeps_no_row_back() -> None:
         assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
         is_apart |= not advanced_together(draft.last_stats)
     assert is_apart
+
+
+def test_a_criterion_that_reads_its_streamer_stops_as_in_generate() -> None:
+    """Older releases give a column to the streamer before they call the criteria."""
+    target = shallow_target("qwen3")
+    inputs = prompts([5], seed=0)
+    truth = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    awaited = int(truth[0, inputs["input_ids"].shape[1] + 7])
+
+    def answer(**draft: Any) -> Tensor:
+        streamer = Columns()
+
+        class Heard(StoppingCriteria):
+            def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+                return any(awaited in column.flatten() for column in streamer.got[1:])
+
+        settings = {"max_new_tokens": NEW, "do_sample": False, "streamer": streamer}
+        criteria = StoppingCriteriaList([Heard()])
+        return target.generate(**inputs, **settings, **draft, stopping_criteria=criteria)
+
+    plain = answer()
+    assert plain.shape[1] < truth.shape[1]
+    draft = oracle_draft(target, truth_of(inputs, truth), 0, 8)
+    assert torch.equal(answer(assistant_model=draft), plain)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from transformers.generation import utils as generation_utils
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,6 +20,9 @@ from dflash_hf.generation.sampling import (
     of_vocabulary,
 )
 from dflash_hf.generation.state import DecodeState
+
+# Older releases give a column to the streamer before they call the criteria, which may read the streamer.
+STREAMS_BEFORE_CRITERIA = not hasattr(generation_utils, "StopCheck")
 
 
 def pads_ended_rows(criteria: list[StoppingCriteria], state: DecodeState) -> bool:
@@ -34,7 +38,7 @@ class SynchronizedRows:
     """Chooses tokens column by column over all rows, and calls user code that has to see all rows.
 
     User processors and stopping criteria may keep state or compare rows, and a streamer gets one token of every row at
-    a time. They are called once per column, in the order processors, criteria, streamer. All rows then have the same
+    a time. They are called once per column, in the order of plain `generate`. All rows then have the same
     number of columns, and finished rows are padded. A block is committed up to the first column at which a running row
     does not continue with its proposal. So with several rows, a verify commits fewer tokens than it would for each row
     alone.
@@ -85,7 +89,7 @@ class SynchronizedRows:
         committed = torch.zeros_like(state.remaining)
         was_counted = self._counted()
         for column in range(state.width):
-            # This is the order in which plain `generate` calls them: processors, then criteria, then the streamer.
+            # This is the order of plain `generate`: processors first, then criteria and the streamer.
             tokens = columns.choose(column, self.num_columns)
             if state.host.is_sampled:
                 check_drawable(columns.scores[self._counted(), column])
@@ -126,6 +130,8 @@ class SynchronizedRows:
         if self.has_scores:
             self.scores.append(scores.clone())
             given = tuple(self.scores)
+        if STREAMS_BEFORE_CRITERIA:
+            self._stream(tokens)
         stopped = ends_row(tokens, state.padded_eos_ids)
         if self.num_columns >= state.host.limit:
             stopped.fill_(True)
@@ -136,10 +142,15 @@ class SynchronizedRows:
             # Plain `generate` also accepts numbers as verdicts.
             stopped |= torch.as_tensor(verdict, device=stopped.device, dtype=torch.bool)
         self.is_running = self.is_running & ~stopped
+        if not STREAMS_BEFORE_CRITERIA:
+            self._stream(tokens)
+        return counted
+
+    def _stream(self, tokens: Tensor) -> None:
+        """Gives a column of tokens `[B]` to the streamer, if there is one."""
         if self.streamer is not None:
             # The streamer gets a copy, because it may keep the tensor.
             self.streamer.put(tokens.to("cpu", copy=True))
-        return counted
 
 
 class _ChosenColumns:
