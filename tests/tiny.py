@@ -254,15 +254,16 @@ class OracleDraft(DFlashDraftModel):
         """Replaces the head's logits: right up to a random slot, then wrong."""
         logits = super().compute_logits(hidden_states, head)
         batch, width, vocab = logits.shape
-        wanted = torch.zeros(batch, width, dtype=torch.long)
         # For all rows, so that it does not matter which of them go on.
         good = [int(torch.randint(0, width + 1, (), generator=self.random)) for _ in self.truth]
-        for place, row in enumerate(self.rows_of(batch)):
-            for slot in range(width):
-                index = int(self.positions[place, 0]) + 1 + slot
-                true = self.truth[row][index] if index < len(self.truth[row]) else 0
-                wanted[place, slot] = true if slot < good[row] else (true + 1 + slot) % vocab
-        return nn.functional.one_hot(wanted, vocab).to(logits.dtype) * self.strength
+        anchors = self.positions[:, 0].tolist()
+        wanted: list[list[int]] = []
+        for row, anchor in zip(self.rows_of(batch), anchors, strict=True):
+            true = self.truth[row][anchor + 1 : anchor + 1 + width]
+            true += [0] * (width - len(true))
+            wrong = [(token + 1 + slot) % vocab for slot, token in enumerate(true)]
+            wanted.append(true[: good[row]] + wrong[good[row] :])
+        return nn.functional.one_hot(torch.tensor(wanted), vocab).to(logits.dtype) * self.strength
 
 
 def _tell_which_rows_go_on() -> None:
