@@ -16,14 +16,14 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from dflash_hf import RunningBatch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.generation import kept_prefixes
-from helpers.engine import GREEDY, pair
 from helpers.running import answer_alone, asked
-from helpers.static import TapeStep, use_tapes
-from tiny import prompts, shallow_target, tiny_draft
+from helpers.static import TapeStep, set_engine, tensor_oracle, use_tapes
+from tiny import prompts, shallow_target, tiny_draft, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
 Change = Callable[[Any], None]
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
 class Flipped(nn.Module):
@@ -128,6 +128,16 @@ def answered(batch: RunningBatch, one: Any) -> tuple[list[int], int]:
 # ---- kept graphs
 
 
+def captured_pair() -> tuple[Any, Any, dict[str, Tensor], Tensor]:
+    """A target, an oracle whose steps are captured, ragged prompts and plain `generate`'s text."""
+    target = shallow_target("qwen3")
+    inputs = prompts([4, 11], 0)
+    ref = target.generate(**inputs, **GREEDY)
+    draft = tensor_oracle(target, truth_of(inputs, ref), 0, 8)
+    set_engine(draft, "cuda_graph")
+    return target, draft, inputs, ref
+
+
 # Hooks keep a call from being captured at all.
 @pytest.mark.parametrize(
     "change",
@@ -145,7 +155,7 @@ def test_no_graph_of_another_target_is_replayed(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tapes(monkeypatch, smallest_bucket=64)  # one graph a run
-    target, draft, inputs, before = pair("cuda_graph")
+    target, draft, inputs, before = captured_pair()
     for _ in range(2):
         assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), before)
         change(target)
@@ -159,7 +169,7 @@ def test_no_graph_of_a_replaced_function_is_replayed(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_tapes(monkeypatch, smallest_bucket=64)
-    target, draft, inputs, ref = pair("cuda_graph")
+    target, draft, inputs, ref = captured_pair()
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     layer: Any = target.model.layers[0]
     if what == "method":
@@ -176,7 +186,7 @@ def test_no_graph_of_a_replaced_function_is_replayed(
 
 def test_forwards_in_turn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tapes(monkeypatch, smallest_bucket=64)
-    target, draft, inputs, _ = pair("cuda_graph")
+    target, draft, inputs, _ = captured_pair()
     norm: Any = target.model.norm
     plain = norm.forward
     for factor in (2.0, -1.0, 3.0, -2.0):
@@ -195,7 +205,7 @@ def test_forwards_in_turn_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("change", OF_WEIGHTS + OF_CODE)
 def test_no_text_of_another_target_is_gone_on_from(change: Change) -> None:
     target = shallow_target("qwen3")
-    (one,) = asked([40], 1, num_new=(20, 20))
+    (one,) = asked([24], 1, num_new=(8, 8))
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
     answer_alone(target, [one])
     before = one.truth
@@ -205,12 +215,12 @@ def test_no_text_of_another_target_is_gone_on_from(change: Change) -> None:
     assert one.truth != before, "the change has to tell"
     assert answered(batch, one) == (one.truth, 0)
     # The new one's text is kept in its turn.
-    assert answered(batch, one) == (one.truth, 39)
+    assert answered(batch, one) == (one.truth, 23)
 
 
 def test_a_removed_hook_is_a_change_too() -> None:
     target: Any = shallow_target("qwen3")
-    (one,) = asked([40], 2, num_new=(20, 20))
+    (one,) = asked([24], 2, num_new=(8, 8))
     batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
     norm = target.model.layers[1].input_layernorm
     for factor in (-2, 3, -1):
@@ -285,9 +295,9 @@ def copy_layers(target: Any) -> None:
 )
 def test_a_row_that_joins_sees_the_target_as_it_is(family: str, change: Change) -> None:
     target = shallow_target(family)
-    (first, *others) = asked([20, 40, 30], 5, num_new=(20, 20))
+    (first, *others) = asked([9, 20, 14], 5, num_new=(8, 8))
     # Longer than the others, which come two steps later.
-    first.settings |= {"max_new_tokens": 30, "eos_token_id": None}
+    first.settings |= {"max_new_tokens": 14, "eos_token_id": None}
     batch = RunningBatch(target, tiny_draft(target))
     batch.add(first.ids, **first.settings)
     # It was looked at for the first time when it was added, and waits.
@@ -307,7 +317,7 @@ def test_a_row_that_joins_sees_the_target_as_it_is(family: str, change: Change) 
 @pytest.mark.parametrize("change", [*OF_CODE, replace_weights, copy_layers])
 def test_a_row_that_waited_sees_the_target_as_it_is(change: Change) -> None:
     target = shallow_target("qwen3")
-    requests = asked([20, 40], 6, num_new=(20, 20))
+    requests = asked([9, 20], 6, num_new=(8, 8))
     batch = RunningBatch(target, tiny_draft(target))
     for one in requests:
         batch.add(one.ids, **one.settings)
@@ -321,7 +331,7 @@ def test_a_row_that_waited_sees_the_target_as_it_is(change: Change) -> None:
 
 def test_rows_that_outlive_the_first_see_hooks_too() -> None:
     target = shallow_target("qwen3")
-    first, second, third = asked([20, 40, 30], 7, num_new=(20, 20))
+    first, second, third = asked([9, 20, 14], 7, num_new=(10, 10))
     batch = RunningBatch(target, tiny_draft(target))
     oldest = batch.add(first.ids, **first.settings)
     texts: dict[int, list[int]] = {}
@@ -374,19 +384,19 @@ def test_a_pause_of_iterate_may_change_the_target(change: Change) -> None:
     inputs = prompts([9], 0)
     text = inputs["input_ids"]
     wanted: list[int] = []
-    settings: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
+    settings: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
     for step in iterate(target, tiny_draft(target), **inputs, **settings):
         text = torch.cat([text, step.committed[0][None]], dim=1)
         if step.index == 2:
             num_before = text.shape[1]
-            wanted = text_behind(target, text, change, 34 - num_before)
+            wanted = text_behind(target, text, change, 23 - num_before)
     assert text[0, -len(wanted) :].tolist() == wanted
 
 
 @pytest.mark.parametrize("change", [*OF_CODE, replace_weights])
 def test_a_criterion_may_change_the_target(change: Change) -> None:
     inputs = prompts([9], 0)
-    settings: dict[str, Any] = {"max_new_tokens": 25, "do_sample": False, "eos_token_id": None}
+    settings: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
     texts: list[Tensor] = []
     for is_drafted in (False, True):
         target: Any = shallow_target("qwen3")
@@ -403,7 +413,7 @@ def test_a_criterion_may_change_the_target(change: Change) -> None:
 
 
 class Changes(StoppingCriteria):
-    """Changes a target behind 20 tokens."""
+    """Changes a target behind 14 tokens."""
 
     def __init__(self, target: Any, change: Change) -> None:
         self.target = target
@@ -411,7 +421,7 @@ class Changes(StoppingCriteria):
         self.is_done = False
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        if input_ids.shape[1] == 20 and not self.is_done:
+        if input_ids.shape[1] == 14 and not self.is_done:
             self.is_done = True
             self.change(self.target)
         return torch.zeros(len(input_ids), dtype=torch.bool)
