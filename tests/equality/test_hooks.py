@@ -26,13 +26,13 @@ from tiny import oracle_draft, prompts, tiny_target, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 WHOLLY = ["qwen3-sliding", "qwen3.5"]
 SOME = ["qwen3", "gemma3", "lfm2", "bamba"]
 PLACES = ["1", "within"]
 Work = Callable[[], Tensor]
-OTHER: dict[str, Any] = prompts([5, 12], 9)
-DRAFTED = prompts([5], 4)
+OTHER: dict[str, Any] = prompts([3, 7], 9)
+DRAFTED = prompts([4], 4)
 
 
 def work_of(target: PreTrainedModel, name: str) -> Work:
@@ -44,30 +44,30 @@ def work_of(target: PreTrainedModel, name: str) -> Work:
         sibling = type(target)(target.config).to(target.dtype).eval()
         assert sibling.config is target.config
     if name == "another draft":
-        plain = target.generate(**DRAFTED, max_new_tokens=8, do_sample=False)
+        plain = target.generate(**DRAFTED, max_new_tokens=4, do_sample=False)
         inner = oracle_draft(target, truth_of(DRAFTED, plain), 0)
 
     def in_turns() -> Tensor:
         cache = DynamicCache(config=target.config)
         model(
-            OTHER["input_ids"][:, :9],
-            attention_mask=OTHER["attention_mask"][:, :9],
+            OTHER["input_ids"][:, :5],
+            attention_mask=OTHER["attention_mask"][:, :5],
             **{CACHE_NAME: cache},
         )
         return model(
-            OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}
+            OTHER["input_ids"][:, 5:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}
         ).logits
 
     works: dict[str, Work] = {
         "call": lambda: model(**OTHER).logits,
         "decoder": lambda: model.model(**OTHER).last_hidden_state,
         "cache": in_turns,
-        "generate": lambda: model.generate(**OTHER, max_new_tokens=4, do_sample=False),
+        "generate": lambda: model.generate(**OTHER, max_new_tokens=2, do_sample=False),
         "sibling": lambda: sibling(**OTHER).logits,
         "sibling's decoder": lambda: sibling.model(**OTHER).last_hidden_state,
-        "sibling's text": lambda: sibling.generate(**OTHER, max_new_tokens=4, do_sample=False),
+        "sibling's text": lambda: sibling.generate(**OTHER, max_new_tokens=2, do_sample=False),
         "another draft": lambda: model.generate(
-            **DRAFTED, max_new_tokens=8, do_sample=False, assistant_model=inner
+            **DRAFTED, max_new_tokens=4, do_sample=False, assistant_model=inner
         ),
     }
     return works[name]
