@@ -26,8 +26,9 @@ from helpers.hybrid import fresh_states, relative_error, use_float64_rules, watc
 from helpers.static import Tape, set_engine, tensor_oracle, use_tapes
 from tiny import HYBRIDS, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
-NEW = 20
+NEW = 14
 LENGTHS = {"one": [9], "three": [4, 11, 7]}
+BLOCKS = [2, 8, 16]
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 
@@ -56,7 +57,10 @@ def check_greedy(family: str, batch: str, block_size: int, seed: int) -> float:
 @pytest.mark.parametrize("batch", LENGTHS)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
-    for block_size in (2, 8, 16):
+    # Every block size meets every family, and every number of rows.
+    first = list(HYBRIDS).index(family)
+    sizes = [BLOCKS[first % 3]] if batch == "one" else [BLOCKS[(first + by) % 3] for by in (1, 2)]
+    for block_size in sizes:
         assert 1.0 < check_greedy(family, batch, block_size, 0) < block_size, (
             "the oracle has to be partly right"
         )
@@ -66,7 +70,7 @@ def test_greedy_equals_plain_generate(family: str, batch: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_size", [2, 8, 16])
+@pytest.mark.parametrize("block_size", BLOCKS)
 @pytest.mark.parametrize("batch", LENGTHS)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_greedy_equals_plain_generate_fifty_times(family: str, batch: str, block_size: int) -> None:
@@ -231,16 +235,17 @@ def test_sampling_gives_one_text_whatever_the_engine(proposal: Any) -> None:
     inputs, _ = plain("qwen3.5", "three", 0)
     settings = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.8, "top_k": 20}
     texts: list[Tensor] = []
-    for block_size, engine in ((6, "eager"), (6, "static"), (3, "eager")):
+    cases = [(6, "eager"), (6, "static")]
+    if proposal != "sample":
+        cases.append((3, "eager"))
+    for block_size, engine in cases:
         draft = tiny_draft(target, block_size)
         draft.generation_config.proposal = proposal
         set_engine(draft, engine)
         torch.manual_seed(5)
         texts.append(target.generate(**inputs, **settings, assistant_model=draft))
     assert torch.equal(texts[0], texts[1])
-    assert proposal == "sample" or torch.equal(texts[0], texts[2]), (
-        "noise belongs to positions, not to blocks"
-    )
+    assert torch.equal(texts[0], texts[-1]), "noise belongs to positions, not to blocks"
 
 
 class Nudge(LogitsProcessor):
