@@ -51,24 +51,23 @@ def about_images(
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl", "qwen3-vl-moe", "qwen3.5-vl"])
 def test_texts_are_those_of_each_prompt_alone(name: str) -> None:
     target = shallow_vision_target(name)
-    requests = about_images(target, name, 12, 1, num_new=(20, 40))
+    requests = about_images(target, name, 8, 1, num_new=(20, 30))
     answer_alone(target, requests)
     draft = batch_oracle(target)
     use_whole_blocks(draft)
-    found = drive(RunningBatch(target, draft, prefill_chunk_size=40), requests, 1)
-    assert found["answered"] == 12
+    found = drive(RunningBatch(target, draft, prefill_chunk_size=40), requests, 4)
+    assert found["answered"] == 8
     assert found["most"] > 2
 
 
 @pytest.mark.same_on_every_release
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
+def test_rows_that_are_broken_off_change_no_other() -> None:
     target: Any = shallow_vision_target("qwen3-vl")
     target.to(torch.float32)
-    requests = about_images(target, "qwen3-vl", 20, seed, num_new=(12, 30))
+    requests = about_images(target, "qwen3-vl", 12, 0, num_new=(10, 20))
     answer_alone(target, requests)
     batch = RunningBatch(target, batch_oracle(target), max_rows=4, prefill_chunk_size=25)
-    found = drive(batch, requests, seed, cancelled=0.4)
+    found = drive(batch, requests, 0, cancelled=0.4)
     assert found["broken"] > 1
     assert found["most"] > 2
 
@@ -76,7 +75,7 @@ def test_rows_that_are_broken_off_change_no_other(seed: int) -> None:
 @pytest.mark.same_on_every_release
 def test_rows_about_images_have_settings_of_their_own() -> None:
     target = shallow_vision_target("qwen3-vl")
-    requests = about_images(target, "qwen3-vl", 15, 3, (GREEDY, SAMPLED, PENALISED))
+    requests = about_images(target, "qwen3-vl", 9, 3, (GREEDY, SAMPLED, PENALISED), (4, 20))
     own = tiny_draft(target)
     own.generation_config.proposal = "shared_noise"
     answer_alone(target, requests, own)
@@ -117,7 +116,7 @@ def test_captured_steps_over_rows_about_images(
 def test_no_row_sees_what_another_left_on_the_model() -> None:
     """The offset behind images is an attribute of the model, which any call may have set last."""
     target: Any = shallow_vision_target("qwen3-vl")
-    requests = about_images(target, "qwen3-vl", 10, 5, num_new=(20, 30))
+    requests = about_images(target, "qwen3-vl", 7, 5, num_new=(12, 20))
     answer_alone(target, requests)
     batch = RunningBatch(target, batch_oracle(target), prefill_chunk_size=20)
     step = batch.step
@@ -134,7 +133,7 @@ def test_no_row_sees_what_another_left_on_the_model() -> None:
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3.5-vl"])
 def test_a_next_turn_goes_on_where_the_images_are_the_same(name: str) -> None:
     target: Any = shallow_vision_target(name)
-    first = about_images(target, name, 4, 6, num_new=(20, 20))[3]
+    first = about_images(target, name, 4, 6, num_new=(10, 10))[3]
     first.settings["eos_token_id"] = None
     answer_alone(target, [first])
     said = torch.tensor([first.truth])
@@ -191,7 +190,7 @@ def answered(batch: RunningBatch, one: Asked) -> tuple[list[int], int]:
 
 def test_tokens_of_an_image_that_are_text_are_not_taken_for_it() -> None:
     target: Any = shallow_vision_target("qwen3-vl")
-    seen = about_images(target, "qwen3-vl", 3, 8, num_new=(20, 20))[2]
+    seen = about_images(target, "qwen3-vl", 3, 8, num_new=(10, 10))[2]
     read = Asked(seen.ids, seen.settings, 0)
     longer = Asked(torch.cat([seen.ids, seen.ids], dim=1), seen.settings, 0)
     requests = [seen, read, longer, *about_images(target, "qwen3-vl", 5, 9)]
