@@ -26,14 +26,13 @@ from tiny import (
     prompts,
     shallow_target,
     tiny_draft,
-    tiny_target,
     truth_of,
 )
 
 pytestmark = pytest.mark.same_on_every_release
 
 SETTINGS: dict[str, Any] = {
-    "max_new_tokens": 30,
+    "max_new_tokens": 20,
     "eos_token_id": [9, 33, 40, 41, 42],
     "pad_token_id": 0,
 }
@@ -93,8 +92,8 @@ def check(
     "family", ["qwen3", "qwen3-sliding", "gemma3", "gpt-oss", "qwen3.5", "lfm2"]
 )
 def test_chains(family: str, sizes: list[int]) -> None:
-    target = tiny_target(family)
-    for seed in range(3):
+    target = shallow_target(family)
+    for seed in range(2):
         inputs = prompts(LENGTHS[: 5 - seed], seed)
         draft = oracle_draft(target, [], seed, 6)
         use_whole_blocks(draft)
@@ -136,28 +135,25 @@ def test_sampled_texts_do_not_follow_from_where_rows_stand(
     """Their noise is keyed by rows: by the call's, wherever they have moved."""
     rule, nodes = proposal
     target = shallow_target("qwen3")
-    for seed in range(3):
-        inputs, texts, counts = prompts(LENGTHS, seed), list[Tensor](), list[Any]()
-        for drops in (True, False):
-            sizes.clear()
-            with pytest.MonkeyPatch.context() as patch:
-                if not drops:
-                    patch.setattr(decode, "drop_finished", lambda run: None)
-                torch.manual_seed(seed)
-                draft = tiny_draft(target, 6, **options)
-                draft.generation_config.proposal, draft.generation_config.num_tree_nodes = (
-                    rule,
-                    nodes,
+    inputs, texts, counts = prompts(LENGTHS, 0), list[Tensor](), list[Any]()
+    for drops in (True, False):
+        sizes.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            if not drops:
+                patch.setattr(decode, "drop_finished", lambda run: None)
+            torch.manual_seed(0)
+            draft = tiny_draft(target, 6, **options)
+            draft.generation_config.proposal = rule
+            draft.generation_config.num_tree_nodes = nodes
+            texts.append(
+                target.generate(
+                    **inputs, **SETTINGS, do_sample=True, top_k=5, assistant_model=draft
                 )
-                texts.append(
-                    target.generate(
-                        **inputs, **SETTINGS, do_sample=True, top_k=5, assistant_model=draft
-                    )
-                )
-            counts.append(counts_of(draft))
-            assert (sizes[-1] < len(LENGTHS)) is drops
-        assert torch.equal(*texts)
-        assert counts[0] == counts[1]
+            )
+        counts.append(counts_of(draft))
+        assert (sizes[-1] < len(LENGTHS)) is drops
+    assert torch.equal(*texts)
+    assert counts[0] == counts[1]
 
 
 LONGROPE = {
