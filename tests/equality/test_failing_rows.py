@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from functools import cache
 from typing import Any
 
 import pytest
@@ -48,15 +49,20 @@ class Fails(LogitsProcessor):
         raise KeyError("what it looked for")
 
 
-def begun(
-    family: str, nodes: int = 0, kinds: tuple[dict[str, Any], ...] = (GREEDY, SAMPLED, PENALISED)
-) -> tuple[RunningBatch, list[Asked]]:
-    """Returns a batch of three requests that run, and the requests."""
+@cache
+def answered_alone(family: str) -> tuple[Any, list[Asked]]:
+    """Returns a target and three requests with the answers that each has alone."""
     target = shallow_target(family, **LONG)
-    requests = asked([9, 40, 70], 31, num_new=(60, 60), kinds=kinds)
+    requests = asked([9, 40, 30], 31, num_new=(24, 24), kinds=(GREEDY, SAMPLED, PENALISED))
     for one in requests:
         one.settings["eos_token_id"] = None
     answer_alone(target, requests, tiny_draft(target))
+    return target, requests
+
+
+def begun(family: str, nodes: int = 0) -> tuple[RunningBatch, list[Asked]]:
+    """Returns a batch of three requests that run, and the requests."""
+    target, requests = answered_alone(family)
     draft = batch_oracle(target)
     draft.generation_config.num_tree_nodes = nodes
     return RunningBatch(target, draft), requests
@@ -74,7 +80,7 @@ def texts_beside(batch: RunningBatch, requests: list[Asked], bad: dict[str, Any]
     texts: list[list[int]] = [[] for _ in known] + [[]]
     ends: list[Any] = []
     batch.add(requests[0].ids, seed=requests[0].seed, **requests[0].settings)
-    settings: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": None, **bad}
+    settings: dict[str, Any] = {"max_new_tokens": 30, "eos_token_id": None, **bad}
     batch.add(prompt, **settings)
     for one in requests[1:]:
         batch.add(one.ids, seed=one.seed, **one.settings)
@@ -100,12 +106,12 @@ def texts_beside(batch: RunningBatch, requests: list[Asked], bad: dict[str, Any]
 )
 def test_a_processor_that_fails_ends_its_row_alone(family: str, how: str, do_sample: bool) -> None:
     batch, requests = begun(family)
-    bad = {"do_sample": do_sample, "logits_processor": [Fails(35, how)]}
+    bad = {"do_sample": do_sample, "logits_processor": [Fails(30, how)]}
     *others, text, finished, stats = texts_beside(batch, requests, bad)
     assert others == [one.truth for one in requests]
     assert finished == "error"
     # What was there before the step that fails.
-    assert 0 < len(text) < 16
+    assert 0 < len(text) < 11
     assert stats.num_new_tokens == len(text)
     sentence = "expected scores of shape (1, 64) of a row's logits processors, got {}; return"
     errors = {
@@ -124,7 +130,7 @@ def test_a_processor_that_fails_ends_its_row_alone(family: str, how: str, do_sam
 @pytest.mark.usefixtures("whole_trees")
 def test_a_row_that_fails_beside_trees() -> None:
     batch, requests = begun("qwen3", nodes=12)
-    bad = {"logits_processor": [Fails(35)], **GREEDY}
+    bad = {"logits_processor": [Fails(30)], **GREEDY}
     *others, _, finished, stats = texts_beside(batch, requests, bad)
     assert others == [one.truth for one in requests]
     assert (finished, stats.error) == ("error", "KeyError: 'what it looked for'")
@@ -155,7 +161,7 @@ def test_a_prefix_function_that_fails_ends_its_row() -> None:
 
     def allowed(row: int, prefix: Tensor) -> list[int]:
         # Transformers refuses an empty list.
-        return [] if len(prefix) > 30 else list(range(40))
+        return [] if len(prefix) > 26 else list(range(40))
 
     bad = {"prefix_allowed_tokens_fn": allowed, **GREEDY}
     *others, _, finished, stats = texts_beside(batch, requests, bad)
@@ -166,7 +172,7 @@ def test_a_prefix_function_that_fails_ends_its_row() -> None:
 
 def test_every_row_may_fail_and_the_next_one_runs() -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9], 32, num_new=(20, 20))
+    requests = asked([9], 32, num_new=(8, 8))
     answer_alone(target, requests)
     batch = RunningBatch(target, tiny_draft(target))
     for _ in range(2):
@@ -207,7 +213,7 @@ def test_an_interrupt_in_a_processor_ends_all_rows() -> None:
 
 def test_an_answer_of_many_says_what_its_processor_raised() -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 40, 70], 33, num_new=(20, 20))
+    requests = asked([9, 40, 30], 33, num_new=(12, 12))
     answer_alone(target, requests)
     inputs: list[Any] = [{"input_ids": one.ids} for one in requests]
     inputs.insert(1, {"input_ids": [5] * 20, "logits_processor": [Fails(24)]})
@@ -225,12 +231,12 @@ def test_a_row_too_long_for_the_memory_ends_alone(monkeypatch: pytest.MonkeyPatc
     room = running_batch.make_room
 
     def full(run: Any) -> None:
-        if run.longest > 110:
+        if run.longest > 70:
             raise OutOfRoomError("expected room, got none")
         room(run)
 
     monkeypatch.setattr(running_batch, "make_room", full)
-    *others, text, finished, stats = texts_beside(batch, requests[:2], {"max_new_tokens": 100})
+    *others, text, finished, stats = texts_beside(batch, requests[:2], {"max_new_tokens": 60})
     assert others == [one.truth for one in requests[:2]]
-    assert len(text) > 80
+    assert len(text) > 40
     assert (finished, stats.error) == ("error", "expected room, got none")
