@@ -16,7 +16,7 @@ from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 # PEFT's own use of a property that Transformers renamed.
 pytestmark = pytest.mark.filterwarnings("default:`is_gradient_checkpointing`:FutureWarning")
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 LENGTHS = pytest.mark.parametrize("lengths", [[9], [4, 11, 7]], ids=["one", "three"])
 MODULES = ["q_proj", "v_proj", "down_proj"]
 

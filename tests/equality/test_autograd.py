@@ -16,7 +16,7 @@ from dflash_hf.generation import decode
 from helpers.running import answer_alone, asked
 from tiny import VOCAB, prompts, shallow_target, tiny_draft
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
 
 class Uphill(LogitsProcessor):
@@ -171,7 +171,7 @@ def test_a_rule_of_iterate_may_keep_what_it_gets() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-sliding", "qwen3.5", "lfm2"])
 def test_rows_with_gradients_come_and_leave(family: str) -> None:
     target = shallow_target(family)
-    requests = asked([9, 40, 20, 30, 12, 25], 1, num_new=(4, 40))
+    requests = asked([9, 40, 12, 20, 15], 1, num_new=(4, 20))
     for one in requests[1::2]:
         one.settings["logits_processor"] = [Uphill()]
     answer_alone(target, requests)
@@ -212,7 +212,7 @@ def test_a_prefill_goes_on_beside_gradients(family: str) -> None:
 def test_a_row_that_waits_for_its_turn_may_use_gradients(family: str, nodes: int) -> None:
     """The rows before it have joined in inference mode, and go on outside it."""
     target = shallow_target(family)
-    requests = asked([9, 40, 12], 3, num_new=(20, 20))
+    requests = asked([9, 20, 12], 3, num_new=(10, 10))
     for one in requests:
         one.settings["eos_token_id"] = None
     answer_alone(target, requests)
@@ -228,7 +228,7 @@ def test_a_row_that_waits_for_its_turn_may_use_gradients(family: str, nodes: int
 
 def test_a_hook_set_between_steps_may_use_gradients() -> None:
     target = shallow_target("qwen3.5")
-    first, second = asked([9, 40], 2, num_new=(20, 20))
+    first, second = asked([9, 20], 2, num_new=(10, 10))
     first.settings["eos_token_id"] = None
     batch = RunningBatch(target, tiny_draft(target))
     batch.add(first.ids, **first.settings)

@@ -32,7 +32,7 @@ from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.target_model.reentry import RAGGED_BLOCK
 from tiny import COMMON, VOCAB, oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
 
 class Recorder(BaseStreamer):
@@ -82,8 +82,8 @@ def test_the_result_has_sequences_and_statistics() -> None:
     assert isinstance(out, DFlashGenerateOutput)
     stats = out.speculative
     assert isinstance(stats, SpeculativeStats)
-    assert stats.num_new_tokens == 40
-    assert [sum(row) + 1 for row in stats.num_committed] == [20, 20]
+    assert stats.num_new_tokens == 24
+    assert [sum(row) + 1 for row in stats.num_committed] == [12, 12]
     assert stats.num_target_forwards == 1 + max(len(row) for row in stats.num_committed)
     assert stats.num_draft_forwards == sum(width > 1 for width in stats.verify_widths)
     assert stats.prefill_seconds > 0

@@ -26,7 +26,7 @@ from tiny import DFLASH2, prompts, shallow_target, tiny_draft, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
 ENGINES = ("eager", "static")
 # Weights and buffers go where the model is built, as Transformers' own do.
 BUILT = {
@@ -66,7 +66,7 @@ def test_greedy(family: str, engine: Any) -> None:
 
 def one_row(ids: Tensor, scores: Any) -> bool:
     """A criterion that returns no tensor."""
-    return ids.shape[1] > 22
+    return ids.shape[1] > 16
 
 
 def rows(ids: Tensor, scores: Any) -> Tensor:
@@ -93,7 +93,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str, engine: Any) -> None:
     target, inputs = shallow_target("qwen3"), prompts([9, 9], 0)
-    settings = {**inputs, **GREEDY, "max_new_tokens": 9, **SETTINGS[name]}
+    settings = {**inputs, **GREEDY, "max_new_tokens": 6, **SETTINGS[name]}
     draft = tiny_draft(target)
     set_engine(draft, engine)
 
@@ -112,7 +112,7 @@ def test_one_row_and_two_turns(engine: Any) -> None:
     target, inputs = shallow_target("qwen3"), prompts([9], 0)
     draft = tiny_draft(target, **DFLASH2)
     set_engine(draft, engine)
-    ref = target.generate(**inputs, max_new_tokens=14, do_sample=False)
+    ref = target.generate(**inputs, max_new_tokens=8, do_sample=False)
     cache = DynamicCache(config=target.config)
     settings: dict[str, Any] = {**GREEDY, "stopping_criteria": [one_row], "assistant_model": draft}
     with under_meta():

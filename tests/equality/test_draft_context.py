@@ -6,11 +6,13 @@ the text, and only acceptance suffers. These tests compare the draft's states th
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.target_model.hidden_states import Taps
@@ -35,20 +37,26 @@ class Recording(OracleDraft):
         return hidden
 
 
+@cache
+def plain(family: str) -> tuple[PreTrainedModel, dict[str, Tensor], Tensor]:
+    """A target, prompts, and what plain `generate` makes of them."""
+    target = tiny_target(family)
+    inputs = prompts([4, 17, 9], 6)
+    return target, inputs, target.generate(**inputs, max_new_tokens=20, do_sample=False)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3-sliding", "llama"])
 @pytest.mark.parametrize(("block_size", "width"), [(8, 8), (8, 3), (16, 16)])
 def test_every_block_equals_one_forward_over_the_committed_text(
     family: str, block_size: int, width: int
 ) -> None:
-    target = tiny_target(family)
-    inputs = prompts([4, 17, 9], 6)
-    ref = target.generate(**inputs, max_new_tokens=30, do_sample=False)
+    target, inputs, ref = plain(family)
     truth = truth_of(inputs, ref)
     draft = oracle_draft(target, truth, 3, block_size)
     draft.__class__ = Recording
     draft.blocks = []
     draft.generation_config.verify_width = width
-    out = target.generate(**inputs, max_new_tokens=30, do_sample=False, assistant_model=draft)
+    out = target.generate(**inputs, max_new_tokens=20, do_sample=False, assistant_model=draft)
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.3
     with torch.no_grad():

@@ -24,7 +24,7 @@ from helpers.source_tree import ROOT
 
 TARGET = "demos/toy/target"
 DRAFT = "demos/toy/draft"
-SETTINGS: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
 
 
 @pytest.fixture(scope="module")

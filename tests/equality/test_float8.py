@@ -30,7 +30,7 @@ from tiny import DFLASH2, DSPARK, VOCAB, prompts, shallow_target, tiny_draft, tr
 pytestmark = pytest.mark.same_on_every_release
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
-GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 # Sizes that can all be multiplied in FP8.
 SIZES: dict[str, Any] = {"intermediate_size": 48}
 KINDS: dict[str, dict[str, Any]] = {
@@ -221,7 +221,7 @@ def test_a_sampled_text_is_that_of_the_weights_as_they_are(proposal: Any, emulat
     texts = []
     for dtype in (None, "float8_e4m3fn"):
         torch.manual_seed(11)
-        settings: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True}
+        settings: dict[str, Any] = {"max_new_tokens": 16, "do_sample": True}
         texts.append(target.generate(**inputs, **settings, assistant_model=asked(draft, dtype)))
     assert torch.equal(*texts)
 
@@ -246,7 +246,7 @@ def test_a_trained_draft_is_about_as_often_right(
     inputs = tokenizer.apply_chat_template(
         message, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    settings: dict[str, Any] = {"max_new_tokens": 96, "do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": 64, "do_sample": False}
     found: list[tuple[Tensor, float]] = []
     for options.draft_dtype in (None, "float8_e4m3fn"):
         out = target.generate(**inputs, **settings, assistant_model=draft)

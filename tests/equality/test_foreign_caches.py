@@ -7,6 +7,7 @@ token: nothing but the prompt and tokens of plain `generate` has reached the str
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,8 +21,14 @@ from dflash_hf.target_model.reentry import KEYWORD
 from helpers.static import set_engine
 from tiny import oracle_draft, prompts, shallow_target, truth_of
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 WAYS = [("qwen3", "eager"), ("qwen3", "static"), ("gemma3", "eager")]
+
+
+@cache
+def plain_text(family: str) -> Tensor:
+    """What plain `generate` makes of the prompt, by a target that is as it was built."""
+    return shallow_target(family).generate(**prompts([9], 0), **GREEDY)
 
 
 class Collected(BaseStreamer):
@@ -120,7 +127,7 @@ def test_no_token_comes_from_another_cache(
 ) -> None:
     target = shallow_target(family)
     inputs = prompts([9], 0)
-    plain = target.generate(**inputs, **GREEDY)
+    plain = plain_text(family)
     draft = oracle_draft(target, truth_of(inputs, plain), 0)
     set_engine(draft, engine)
     FAULTS[fault](target, only_verifies)
@@ -138,7 +145,7 @@ def test_no_token_comes_from_another_cache(
 def test_a_cache_passed_in_is_left_as_it_was(fault: str, only_verifies: bool) -> None:
     target = shallow_target("qwen3")
     inputs = prompts([9], 0)
-    plain = target.generate(**inputs, **GREEDY)
+    plain = plain_text("qwen3")
     draft = oracle_draft(target, truth_of(inputs, plain), 0)
     cache = DynamicCache(config=target.config)
     target(inputs["input_ids"][:, :5], use_cache=True, **{CACHE_NAME: cache})
@@ -156,7 +163,7 @@ def test_a_cache_passed_in_is_left_as_it_was(fault: str, only_verifies: bool) ->
 def test_a_forward_may_use_a_cache_it_did_not_ask_for() -> None:
     target = shallow_target("qwen3")
     inputs = prompts([9], 0)
-    plain = target.generate(**inputs, **GREEDY)
+    plain = plain_text("qwen3")
     draft = oracle_draft(target, truth_of(inputs, plain), 0)
     wrap(target, lambda kwargs: {**kwargs, "use_cache": False}, only_verifies=True)
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), plain)
