@@ -46,6 +46,12 @@ def shallow_target() -> None:
 
 
 @pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the figures of a bench's page, for half a second: tests/bench looks at them."""
+    monkeypatch.setattr("dflash_hf.bench.report.figures", lambda *args: {})
+
+
+@pytest.fixture
 def target() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(

@@ -296,6 +296,7 @@ def written(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_redo_makes_a_changed_stage_and_those_behind_it(
     done: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_rows_with_images_and_of_text_go_through_every_stage(tmp_path: Path) -> None:
     (tmp_path / "pictures").symlink_to(PICTURES)
     rows = [

@@ -35,6 +35,7 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_what_the_chat_template_is_told_comes_to_every_stage(target: Path, tmp_path: Path) -> None:
     """A template that is told something is one that knows it: the same prompts, answers, weights and bench."""
     data = write_rows(tmp_path / "rows.jsonl")
@@ -175,6 +176,7 @@ def test_rows_without_an_answer_are_left_out_where_the_data_answers(tmp_path: Pa
     assert all(row["sequences"] for row in rows)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_held_out_turns_may_say_nothing(tmp_path: Path) -> None:
     """Calls of tools have no text, many sets have an empty system prompt, and the bench asks them as they are."""
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -326,6 +328,7 @@ class Hub:
         self.asked.append((repo_id, files))
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_draft_is_uploaded_behind_the_last_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
