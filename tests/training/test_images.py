@@ -21,7 +21,15 @@ from dflash_hf.training import (
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs, target_features
 from helpers.training import records
-from helpers.vision import IMAGE, VISION, VISION_HYBRIDS, Grid, vision_prompts, vision_target
+from helpers.vision import (
+    IMAGE,
+    VISION,
+    VISION_HYBRIDS,
+    Grid,
+    shallow_vision_target,
+    vision_prompts,
+    vision_target,
+)
 from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
 
@@ -128,7 +136,7 @@ def test_only_tapped_layers_are_kept_and_no_image_features(name: str) -> None:
 
 def similar_pair(name: str) -> tuple[PreTrainedModel, DFlashDraftModel]:
     """A target whose greedy text is repetitive enough that a random draft is sometimes right, and answers end."""
-    target = vision_target(name)
+    target = shallow_vision_target(name, seed=1)
     head = find_target(target).head
     with torch.no_grad():
         head.weight[6:] *= 0.05
