@@ -23,7 +23,7 @@ from helpers.training_memory import (
     peak_memory,
 )
 
-VOCAB, BLOCK, ANCHORS, LENGTH = 40_000, 8, 64, 256
+VOCAB, BLOCK, ANCHORS, LENGTH = 40_000, 8, 32, 256
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -32,10 +32,14 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-TARGET = Qwen3Config(**SHAPE, num_hidden_layers=6)
-DRAFT = DFlashConfig(
-    **SHAPE, num_hidden_layers=3, num_target_layers=6, block_size=BLOCK, mask_token_id=5
-)
+TARGET = Qwen3Config(**SHAPE, num_hidden_layers=2)
+PLACE: dict[str, Any] = {
+    "num_target_layers": 2,
+    "target_layer_ids": [0],
+    "block_size": BLOCK,
+    "mask_token_id": 5,
+}
+DRAFT = DFlashConfig(**SHAPE, **PLACE, num_hidden_layers=1)
 
 
 def test_bytes_are_counted_as_long_as_somebody_holds_them() -> None:
@@ -63,18 +67,19 @@ def test_logits_are_held_one_chunk_at_a_time() -> None:
         chunk: peak_memory(TARGET, DRAFT, num_anchors=ANCHORS, chunk_blocks=chunk, **options)[
             "peak"
         ]
-        for chunk in (8, 16, 128)
+        for chunk in (8, 16, 2 * ANCHORS)
     }
     logits = 8 * (BLOCK - 1) * VOCAB  # of the smallest chunk
     # In bfloat16, in float32, their log-probabilities, and the gradients of these: at most 16 bytes each.
     assert 10 * logits < peaks[16] - peaks[8] < 18 * logits
-    assert peaks[128] - peaks[16] > 14 * 10 * logits
+    whole = 2 * ANCHORS // 8 - 2  # as many more chunks of the smallest size
+    assert peaks[2 * ANCHORS] - peaks[16] > whole * 10 * logits
     more = peak_memory(TARGET, DRAFT, num_anchors=2 * ANCHORS, chunk_blocks=16, **options)
     assert more["peak"] - peaks[16] < 20 * logits, "more blocks are no more logits"
 
 
 def test_distillation_holds_only_the_needed_target_logits() -> None:
-    options: dict[str, Any] = {"batch_size": 2, "num_anchors": 8, "chunk_blocks": 1}
+    options: dict[str, Any] = {"batch_size": 2, "num_anchors": 2, "chunk_blocks": 1}
     short, long = (
         peak_memory(TARGET, DRAFT, length=length, **options, objective="kl")["peak"]
         for length in (256, 512)
@@ -91,8 +96,9 @@ def test_checkpointing_and_flex_hold_less() -> None:
         "chunk_blocks": 16,
     }
     # Logits of few tokens, in few chunks: what the layers hold is more.
-    target = Qwen3Config(**{**SHAPE, "vocab_size": VOCAB // 10}, num_hidden_layers=6)
-    draft = DFlashConfig(**{**DRAFT.to_dict(), "vocab_size": VOCAB // 10})
+    shape = {**SHAPE, "vocab_size": VOCAB // 10}
+    target = Qwen3Config(**shape, num_hidden_layers=2)
+    draft = DFlashConfig(**shape, **PLACE, num_hidden_layers=3)
     plain = peak_memory(target, draft, **options)
     checkpointed = peak_memory(target, draft, **options, checkpointing=True)
     dense = peak_memory(target, draft, **options, attention="sdpa")
