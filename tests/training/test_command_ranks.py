@@ -81,7 +81,7 @@ def test_processes_are_one_that_accumulates(ranks: int, tmp_path: Path, in_float
     """Each has its target on its own device, waits for days, and all make the draft that one makes."""
     words: list[object] = [
         *("--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--dtype", "float64"),
-        *("--per-device-train-batch-size", 1, "--max-steps", 3),
+        *("--per-device-train-batch-size", 1, "--max-steps", 3, "--max-new-tokens", 6),
     ]
     many, one = tmp_path / "many", tmp_path / "one"
     run_forked(
@@ -112,7 +112,8 @@ def test_groups_that_share_a_target_train_as_plain_processes(
     """Four processes that hold two targets answer and train as two that hold one each, and go on as one."""
     many = training_command_many.__file__
     words: list[object] = [
-        *("train", "--dataset", write_rows(tmp_path / "rows.jsonl"), *SMALL, "--dtype", "float64"),
+        *("train", "--dataset", write_rows(tmp_path / "rows.jsonl", 6), *SMALL),
+        *("--dtype", "float64", "--max-new-tokens", 6, "--max-steps", 2),
         *("--per-device-train-batch-size", 1, "--draft-vocab-size", 64, "--answer-batch", 1),
         *("--temperature", 0.8, "--stages", "prepare,regenerate,run,export"),
     ]
@@ -235,6 +236,8 @@ def test_two_processes_share_what_they_can(tmp_path: Path) -> None:
         *SMALL,
         "--bench-prompts",
         2,
+        "--max-new-tokens",
+        6,
     ]
     run = run_forked(training_command_ranks.__file__, notes, out, "train", *words)
     first_said, said_again = run.stdout.split("again\n")
