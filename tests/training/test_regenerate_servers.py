@@ -28,7 +28,7 @@ from helpers.processors import picture, published_folder
 from helpers.templates import FAMILIES
 from helpers.training_command import SMALL, TOY, said, train
 
-NUM_PROMPTS = 60
+NUM_PROMPTS = 30
 LONG = "long " * 30
 CONTEXT = 120  # tokens, one a byte: the long ones are beyond it
 Before = Callable[[Handler, dict[str, Any]], bool]
@@ -123,8 +123,9 @@ def assert_whole(settings: RegenerateSettings, report: Any) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_server_dies_and_comes_back(tmp_path: Path, servers: Servers, tokenizer: Any) -> None:
-    first = servers.start(seconds_per_token=0.002)
-    second = servers.start(seconds_per_token=0.002)
+    # Slow enough that there is something left to answer when it is back
+    first = servers.start(seconds_per_token=0.01)
+    second = servers.start(seconds_per_token=0.01)
     settings = asked(tmp_path)
     back: list[StubServer] = []
 
