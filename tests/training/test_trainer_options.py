@@ -48,10 +48,10 @@ def test_a_draft_learns(name: str, target, make_draft, data: list[Example], tmp_
     before = {key: p.detach().clone() for key, p in draft.named_parameters()}
     args = options(
         tmp_path,
-        max_steps=20,
+        max_steps=30,
         num_anchors=16,
         learning_rate=5e-3,
-        logging_steps=5,
+        logging_steps=6,
         save_strategy="no",
         **changes,
     )
