@@ -99,6 +99,8 @@ def _be(words: list[str], environment: dict[str, str], stdout: Path, stderr: Pat
     # What is loaded stays for good: a search for garbage in all of it takes half a second, and copies its memory.
     gc.freeze()
     multiprocessing.set_start_method(None, force=True)
+    # It may start processes of its own, as torchrun does.
+    multiprocessing.current_process().daemon = False
     # Where the tests run in the background of a shell, they ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     kind = words[0]
