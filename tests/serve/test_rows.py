@@ -130,7 +130,7 @@ def clients_of_all_kinds() -> list[Client]:
         length = chance.randint(1, 300)
         if number % 12 == 5:
             more = {"processors": (SaidPenalty(0.5, 0.5, length),)}
-        clients.append(Client(f"c{number}", length, chance.randint(1, 40), **more))
+        clients.append(Client(f"c{number}", length, chance.randint(1, 24), **more))
     return clients
 
 
@@ -166,7 +166,7 @@ def test_eight_at_once_have_the_texts_of_each_alone(engine: str, alone: list[lis
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2"])
 def test_jobs_of_a_hybrid_are_rows(family: str) -> None:
     pair = Tiny(family, max_kept_bytes=2**30)
-    clients = [Client(f"c{length}", length, 30, options=ENDLESS) for length in (3, 300, 7, 40)]
+    clients = [Client(f"c{length}", length, 15, options=ENDLESS) for length in (3, 300, 7, 40)]
     expected = [client.alone(pair.target, pair.draft) for client in clients]
     rows = pair.most_rows()
     pair.submit(*clients)
@@ -179,7 +179,7 @@ def test_jobs_of_a_hybrid_are_rows(family: str) -> None:
 def test_a_client_that_leaves_changes_no_other(family: str) -> None:
     pair = Tiny(family)
     leaving = Client("leaving", 20, 1500, options=ENDLESS)
-    others = [Client(f"c{length}", length, 60, options=ENDLESS) for length in (3, 40)]
+    others = [Client(f"c{length}", length, 30, options=ENDLESS) for length in (3, 40)]
     expected = [client.alone(pair.target, pair.draft) for client in others]
     pair.submit(others[0], leaving, others[1])
     leaving.next()
@@ -197,10 +197,10 @@ def test_a_client_that_leaves_changes_no_other(family: str) -> None:
 def test_log_probabilities_are_those_of_each_alone(family: str) -> None:
     pair = Tiny(family)
     clients = [
-        Client("none", 5, 30, options=ENDLESS),
-        Client("top", 300, 30, options=ENDLESS, num_logprobs=3),
-        Client("sampled", 7, 20, options=SAMPLED, seed=4, num_logprobs=0),
-        Client("biased", 9, 20, options={**ENDLESS, "repetition_penalty": 1.4}, num_logprobs=5),
+        Client("none", 5, 15, options=ENDLESS),
+        Client("top", 300, 15, options=ENDLESS, num_logprobs=3),
+        Client("sampled", 7, 10, options=SAMPLED, seed=4, num_logprobs=0),
+        Client("biased", 9, 10, options={**ENDLESS, "repetition_penalty": 1.4}, num_logprobs=5),
     ]
     alone: list[Any] = []
     for client in clients:
@@ -225,7 +225,7 @@ def test_log_probabilities_are_those_of_each_alone(family: str) -> None:
 
 def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
     pair = Tiny()
-    short = Client("short", 5, 500, options=ENDLESS)
+    short = Client("short", 5, 60, options=ENDLESS)
     long = Client("long", 1500, 2)
     order: list[str] = []
     for client in (short, long):
@@ -246,7 +246,7 @@ def test_a_long_prompt_stops_the_others_for_a_chunk_only() -> None:
 
 def test_who_cannot_be_a_row_has_its_turn_alone() -> None:
     pair = Tiny()
-    first = Client("first", 5, 60, options=ENDLESS)
+    first = Client("first", 5, 30, options=ENDLESS)
     alone = Client("alone", 7, 5, num_logprobs=2, **ALONE)
     last = Client("last", 11, 5)
     clients = [first, alone, last]
@@ -367,12 +367,12 @@ def test_an_error_of_nobody_ends_all_and_the_next_is_answered(
 @pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
 def test_the_next_turn_goes_on_from_the_last_one(family: str) -> None:
     pair = Tiny(family, max_kept_bytes=2**30)
-    first = Client("first", 200, 30, options=ENDLESS)
+    first = Client("first", 200, 15, options=ENDLESS)
     pair.submit(first)
     end = first.end()
     assert isinstance(end, Done)
     assert end.counts.num_kept_tokens == 0
-    second = Client("second", 5, 30, options=ENDLESS)
+    second = Client("second", 5, 15, options=ENDLESS)
     said = torch.tensor([first.ids])
     ids = torch.cat([first.inputs["input_ids"], said, second.inputs["input_ids"]], dim=1)
     second.inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -410,12 +410,12 @@ def test_chats_about_images_are_rows_beside_texts() -> None:
         options: dict[str, Any] = {"do_sample": False}
         if number % 3 == 2:
             options = {"do_sample": True, "temperature": 0.7}
-        sampling = Sampling(max_new_tokens=40, seed=number, options=options)
+        sampling = Sampling(max_new_tokens=16, seed=number, options=options)
         client = Client(f"c{number}", 5, 1)
         client.job = Job(f"c{number}", inputs, sampling, client.events.put)
         torch.manual_seed(number)
         model: Any = target
-        ids = model.generate(**inputs, **options, max_new_tokens=40, assistant_model=draft)
+        ids = model.generate(**inputs, **options, max_new_tokens=16, assistant_model=draft)
         expected.append(ids[0, inputs["input_ids"].shape[1] :].tolist())
         found.append(client)
     for client in found:
