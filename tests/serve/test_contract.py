@@ -398,7 +398,7 @@ def test_the_last_allowed_token_may_end_it(
         "prompt": "<|im_start|>user\nCompute 41 + 80.<|im_end|>\n<|im_start|>assistant\n"
     }
     if is_chat:
-        fields = {"messages": ADDS}
+        fields = {"messages": [{"role": "user", "content": "Compute 41 + 80."}]}
     fields["stop"] = stop
     fields = prepare(server, Case("last", fields))
     free = server.ask("http", False, is_chat, fields)
@@ -542,7 +542,7 @@ def test_a_choice_has_the_seed_plus_its_number(server: InProcess) -> None:
 
 
 def test_acceptance_is_told_whole_and_streamed(server: InProcess) -> None:
-    fields = prepare(server, Case("acceptance", {"messages": ADDS}))
+    fields = prepare(server, Case("acceptance", {"messages": ADDS, "max_tokens": 40}))
     sent = {**fields, "stream_options": {"include_usage": True}}
     streamed = server.ask("http", True, True, sent)
     whole = server.ask("http", False, True, fields)
@@ -600,7 +600,7 @@ def read_counters(address: str) -> dict[str, float]:
 
 
 def test_metrics_have_vllms_names(server: InProcess) -> None:
-    fields = prepare(server, Case("metrics", {"messages": ADDS}))
+    fields = prepare(server, Case("metrics", {"messages": ADDS, "max_tokens": 40}))
     address = server.url.removesuffix("/v1")
     before = read_counters(address)
     found = server.ask("http", False, True, fields)
