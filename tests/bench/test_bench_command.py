@@ -42,7 +42,7 @@ def done(
         "--data",
         data,
         "--max-new-tokens",
-        24,
+        12,
         "--batch",
         "1,2",
     ]

@@ -53,6 +53,7 @@ def test_the_bundled_pair_reaches_its_numbers(chosen: tuple[int, ...], tmp_path:
         data=(str(some),),
         target=str(TOY / "target"),
         draft=str(TOY / "draft"),
+        batch=(4,),
         max_new_tokens=(320,),
     )
     plain, dflash = found["plain"], found["dflash"]
@@ -84,23 +85,23 @@ def test_mmstars_protocol_on_drawn_images(tmp_path: Path) -> None:
                     "l2_category": "counting",
                 }
             )
-    assert len(drawn) >= 3
+    assert len(drawn) >= 4
     (tmp_path / "mmstar").mkdir()
-    write(tmp_path / "mmstar" / "drawn.jsonl", drawn)
+    write(tmp_path / "mmstar" / "drawn.jsonl", drawn[:4])
     found = measured(
         tmp_path / "out",
         data=("mmstar",),
         data_dir=tmp_path,
         target=str(TOY / "vision" / "target"),
         draft=str(TOY / "vision" / "draft"),
-        max_new_tokens=(48,),
+        max_new_tokens=(32,),
     )
     plain, dflash = found["plain"], found["dflash"]
     assert dflash["agreement"]["share"] == 1
     assert dflash["tokens_per_second"] > 0
     assert dflash["acceptance"]["acceptance_length"] > 1
     assert dflash["accuracy"] == plain["accuracy"]
-    assert dflash["accuracy"]["questions"] == len(drawn)
+    assert dflash["accuracy"]["questions"] == 4
 
 
 # z-lab/dflash issue 166: GSM8K with Transformers, greedy, without thinking, answers of at most 512 tokens.
