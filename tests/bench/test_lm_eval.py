@@ -7,7 +7,6 @@ import runpy
 import sys
 import tomllib
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -38,13 +37,14 @@ TASK: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def tasks(tmp_path: Path) -> TaskManager:
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
     """Tasks over a few held-out prompts of the bundled pair, whose answers' first lines are right."""
+    folder = tmp_path_factory.mktemp("tasks")
     rows = [json.loads(line) for line in (TOY / "held_out.jsonl").read_text().splitlines()]
     rows = [row for row in rows if len(row["messages"]) == 1]
     rows = rows[:: len(rows) // ROWS]
-    data = tmp_path / "rows.jsonl"
+    data = folder / "rows.jsonl"
     questions = [
         {"question": row["messages"][0]["content"], "answer": row["answer"].split("\n")[0]}
         for row in rows[:ROWS]
@@ -55,12 +55,30 @@ def tasks(tmp_path: Path) -> TaskManager:
             "task": name,
             "dataset_kwargs": {
                 "data_files": {"test": str(data)},
-                "cache_dir": str(tmp_path / "cache"),
+                "cache_dir": str(folder / "cache"),
             },
             "generation_kwargs": {"until": until, "do_sample": False, "max_gen_toks": 24},
         }
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(task))
-    return TaskManager(include_path=str(tmp_path), include_defaults=False)
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+    return TaskManager(include_path=str(folder), include_defaults=False)
+
+
+@pytest.fixture(scope="module")
+def lm() -> DFlashLM:
+    """The bundled pair, which answers all rows in one batch; not to be changed for good."""
+    return DFlashLM(
+        str(TOY / "target"),
+        draft=str(TOY / "draft"),
+        dtype="float32",
+        device="cpu",
+        batch_size=ROWS,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(lm: DFlashLM, tasks: TaskManager) -> list[str]:
+    """What it answers up to the task's limit."""
+    return evaluated(lm, tasks, "toy")[0]
 
 
 def evaluated(
@@ -119,35 +137,28 @@ def advanced_together(stats: SpeculativeStats) -> bool:
     return all(a == b for row in others for a, b in zip(first[:-1], row[:-1], strict=False))
 
 
-def test_rows_of_a_batch_do_not_wait_for_each_other(tasks: TaskManager) -> None:
-    lm = DFlashLM(
-        str(TOY / "target"),
-        draft=str(TOY / "draft"),
-        dtype="float32",
-        device="cpu",
-        batch_size=ROWS,
-    )
-    answers, _ = evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=64")
+def test_rows_of_a_batch_do_not_wait_for_each_other(
+    lm: DFlashLM, tasks: TaskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, _ = evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=48")
     assert not advanced_together(lm.draft.last_stats)
-    lm.think_end_token = "<nothing says this>"
-    assert evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=64")[0] == answers
+    monkeypatch.setattr(lm, "think_end_token", "<nothing says this>")
+    assert evaluated(lm, tasks, "toy", gen_kwargs="max_gen_toks=48")[0] == answers
     assert advanced_together(lm.draft.last_stats), "lm-eval's own criteria see the whole batch"
 
 
 @pytest.mark.parametrize("thinks", [False, True])
-def test_stop_strings_of_the_target_end_the_answers(thinks: bool, tasks: TaskManager) -> None:
-    lm = DFlashLM(
-        str(TOY / "target"),
-        draft=str(TOY / "draft"),
-        dtype="float32",
-        device="cpu",
-        batch_size=ROWS,
-    )
-    whole, _ = evaluated(lm, tasks, "toy")
+def test_stop_strings_of_the_target_end_the_answers(
+    thinks: bool,
+    lm: DFlashLM,
+    whole: list[str],
+    tasks: TaskManager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stop = whole[0].split()[3]
-    lm.model.generation_config.stop_strings = [stop]
+    monkeypatch.setattr(lm.model.generation_config, "stop_strings", [stop])
     if thinks:
-        lm.think_end_token = "<nothing says this>"
+        monkeypatch.setattr(lm, "think_end_token", "<nothing says this>")
     answers, _ = evaluated(lm, tasks, "toy")
     for answer, text in zip(answers, whole, strict=True):
         before, found, _ = text.partition(stop)
