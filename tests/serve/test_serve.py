@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -101,6 +101,21 @@ def both_ways(server: Served, messages: Messages, **options: Any) -> tuple[str, 
     return found
 
 
+def all_both_ways(
+    server: Served, chats: Sequence[Messages], **options: Any
+) -> list[tuple[str, str, int]]:
+    """What [`both_ways`] returns of each; whole answers come at once: a step of several rows costs as one of one."""
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    found = [joined(ask(server, messages, **with_usage, **options)) for messages in chats]
+    with ThreadPoolExecutor(len(chats)) as clients:
+        wholes = clients.map(lambda messages: ask(server, messages, **options), chats)
+        for streamed, whole in zip(found, wholes, strict=True):
+            choice = whole.choices[0]
+            told = (choice.message.content, choice.finish_reason, whole.usage.completion_tokens)
+            assert told == streamed
+    return found
+
+
 def generated(
     name: str, prompt: Any, draft: bool = False, template: bool = True, **settings: Any
 ) -> tuple[str, int]:
@@ -116,18 +131,21 @@ def generated(
     return str(tokenizer_of(processor).decode(ids, skip_special_tokens=True)), len(ids)
 
 
+LIMIT = 17  # of an answer whose beginning tells enough
+
+
 @cache
-def sum_said() -> str:
-    """What plain `generate` answers to `ADDS`."""
-    return generated("text", ADDS)[0]
+def sum_said(limit: int = LIMIT) -> tuple[str, int]:
+    """What plain `generate` answers to `ADDS`, and its number of tokens."""
+    return generated("text", ADDS, max_new_tokens=limit)
 
 
 # ---- what is answered
 
 
 def test_answers_are_those_of_plain_generate(text: Served) -> None:
-    for messages, expected, num_tokens in chats():
-        assert both_ways(text, messages) == (expected, "stop", num_tokens)
+    found = all_both_ways(text, [messages for messages, _, _ in chats()])
+    assert found == [(expected, "stop", num_tokens) for _, expected, num_tokens in chats()]
 
 
 def test_the_draft_is_used_and_usage_is_counted(text: Served) -> None:
@@ -147,8 +165,8 @@ def test_the_draft_is_used_and_usage_is_counted(text: Served) -> None:
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_limits(text: Served, name: str) -> None:
-    for limit in (1, 2, 17):
-        expected, num_tokens = generated("text", ADDS, max_new_tokens=limit)
+    for limit in (1, 2, LIMIT):
+        expected, num_tokens = sum_said(limit)
         assert num_tokens == limit
         assert both_ways(text, ADDS, **{name: limit}) == (expected, "length", num_tokens)
 
@@ -168,25 +186,28 @@ def test_without_a_limit_an_answer_may_fill_the_context(text: Served) -> None:
 
 @pytest.mark.parametrize("stop", ["Step 2", ["carry", "Step 3:"], ["\n"], "nowhere"])
 def test_stops_are_those_of_generate(text: Served, stop: str | list[str]) -> None:
-    expected, num_tokens = generated("text", ADDS, stop_strings=stop)
+    expected, num_tokens = generated("text", ADDS, stop_strings=stop, max_new_tokens=80)
+    reason = "length" if stop == "nowhere" else "stop"
     for one in [stop] if isinstance(stop, str) else stop:
         expected = expected.partition(one)[0]
-    assert both_ways(text, ADDS, stop=stop) == (expected, "stop", num_tokens)
+    assert both_ways(text, ADDS, stop=stop, max_tokens=80) == (expected, reason, num_tokens)
 
 
 def test_penalties_and_biases_are_those_of_generate(text: Served) -> None:
     length = encode_prompt(pair("text")[2], ADDS, torch.device("cpu"))["input_ids"].shape[1]
-    free, _ = generated("text", ADDS, max_new_tokens=64)
-    for frequency, presence in ((-1.0, 0.5), (0.5, 0.0), (2.0, 2.0)):
+    # The last penalties are as strong as may be: in a longer answer they change the text.
+    for frequency, presence, limit in ((-1.0, 0.5, 24), (0.5, 0.0, 24), (2.0, 2.0, 64)):
         penalty = SaidPenalty(frequency, presence, length)
-        expected, _ = generated("text", ADDS, logits_processor=[penalty], max_new_tokens=64)
+        settings = {"logits_processor": [penalty], "max_new_tokens": limit}
+        expected, _ = generated("text", ADDS, **settings)
         sent = {"frequency_penalty": frequency, "presence_penalty": presence}
-        assert both_ways(text, ADDS, **sent, max_tokens=64)[0] == expected
-    assert expected != free, "a strong penalty changes the text"
+        assert both_ways(text, ADDS, **sent, max_tokens=limit)[0] == expected
+    assert expected != sum_said(64)[0], "a strong penalty changes the text"
     token = int(tokenizer_of(pair("text")[2])("Step", add_special_tokens=False)["input_ids"][0])
-    expected, _ = generated("text", ADDS, sequence_bias={(token,): -100.0}, max_new_tokens=64)
+    expected, _ = generated("text", ADDS, sequence_bias={(token,): -100.0}, max_new_tokens=24)
+    assert "Step" in sum_said(24)[0]
     assert "Step" not in expected
-    assert both_ways(text, ADDS, logit_bias={str(token): -100}, max_tokens=64)[0] == expected
+    assert both_ways(text, ADDS, logit_bias={str(token): -100}, max_tokens=24)[0] == expected
 
 
 def test_sampling_is_that_of_generate_with_draft_and_seed(text: Served) -> None:
@@ -204,7 +225,7 @@ def test_sampling_is_that_of_generate_with_draft_and_seed(text: Served) -> None:
     # All at once: a seed is that of its own request.
     with ThreadPoolExecutor(3) as clients:
         assert list(clients.map(sampled, range(3))) == texts
-    assert both_ways(text, ADDS, temperature=0, seed=1)[0] == sum_said()
+    assert both_ways(text, ADDS, temperature=0, seed=1, max_tokens=LIMIT)[0] == sum_said()[0]
     free = [
         ask(text, hello, temperature=2, max_tokens=20).choices[0].message.content for _ in range(2)
     ]
@@ -248,7 +269,7 @@ def test_parts_nulls_and_fields_without_effect(text: Served) -> None:
         "stop": None,
         "logprobs": False,
     }
-    assert both_ways(text, parts, **neutral)[0] == sum_said()
+    assert both_ways(text, parts, **neutral, max_tokens=LIMIT)[0] == sum_said()[0]
 
 
 def test_several_at_once_get_their_own_answers(text: Served) -> None:
@@ -297,7 +318,7 @@ def test_top_k_and_min_p_are_those_of_generate(text: Served) -> None:
         sent = {"temperature": 1.8, "seed": 4, "max_tokens": 20, "extra_body": dict(options)}
         assert both_ways(text, hello, **sent)[0] == expected
     greedy = {"temperature": 0, "extra_body": {"top_k": -1, "min_p": 0}}
-    assert both_ways(text, ADDS, **greedy)[0] == sum_said()
+    assert both_ways(text, ADDS, **greedy, max_tokens=LIMIT)[0] == sum_said()[0]
 
 
 # ---- images
@@ -321,10 +342,17 @@ def with_images(content: Any) -> Any:
 
 
 def test_images_are_seen_as_generate_sees_them(vision: Served) -> None:
-    for row in read_prompts(TOY / "vision" / "held_out.jsonl", 1):
-        sent = [{**turn, "content": with_images(turn["content"])} for turn in row["messages"]]
-        expected, num_tokens = generated("vision", row["messages"])
-        assert both_ways(vision, sent) == (expected, "stop", num_tokens)
+    rows = read_prompts(TOY / "vision" / "held_out.jsonl", 1)
+    sent = [
+        [{**turn, "content": with_images(turn["content"])} for turn in row["messages"]]
+        for row in rows
+    ]
+    expected = list[tuple[str, str, int]]()
+    for row in rows:
+        said, num_tokens = generated("vision", row["messages"], max_new_tokens=40)
+        expected.append((said, "length" if num_tokens == 40 else "stop", num_tokens))
+    assert {reason for _, reason, _ in expected} == {"length", "stop"}
+    assert all_both_ways(vision, sent, max_tokens=40) == expected
 
 
 def test_stops_where_a_processor_encodes(vision: Served) -> None:
@@ -583,7 +611,7 @@ def test_bad_requests_are_refused_in_a_sentence(text: Served) -> None:
         found, error = refusal(text, "chat/completions", content=sent, headers=headers)
         assert (found, error["type"]) == (status, "invalid_request_error"), (body, error)
         assert sentence in error["message"], (body, error)
-    assert joined(ask(text, ADDS, stream=True))[0] == sum_said()
+    assert joined(ask(text, ADDS, stream=True, max_tokens=LIMIT))[0] == sum_said()[0]
 
 
 def test_what_is_no_request_is_refused(text: Served) -> None:
@@ -644,7 +672,7 @@ def test_a_client_that_goes_away_ends_its_answer(text: Served) -> None:
         httpx.post(f"{text.url}/chat/completions", json=body, timeout=0.3)
     held.close()
     text.waited_for(lambda log: log[start:].count("the client has gone") == 3)
-    assert joined(ask(text, ADDS, stream=True))[0] == sum_said()
+    assert joined(ask(text, ADDS, stream=True, max_tokens=LIMIT))[0] == sum_said()[0]
 
 
 def test_a_second_server_finds_no_place(text: Served, tmp_path: Path) -> None:
