@@ -1,9 +1,14 @@
 """What the tests of the scripts of benchmarks/ share: where the scripts are, and a stand-in for their results."""
 
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from helpers import forked_python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -13,6 +18,17 @@ sys.path.insert(0, str(BENCHMARKS))
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has each script look for a moment alone at whether the machine is idle: no test times anything."""
     monkeypatch.setattr("harness.machine.SAMPLE_SECONDS", 0.05)
+
+
+def fork(command: list[str], stdout: Any, stderr: Any) -> forked_python.Process:
+    """Starts a program as `subprocess.Popen` does, from a process that has loaded torch and Transformers."""
+    return forked_python.start(command[1:], os.environ, Path(stdout.name), Path(stderr.name))
+
+
+@pytest.fixture
+def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the scripts' servers be forked; tests/serve/test_serve.py starts one as users do."""
+    monkeypatch.setattr("harness.served.subprocess", SimpleNamespace(Popen=fork))
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
             "--fixed",
             "2,16",
             "--max-new-tokens",
-            "12",
+            "6",
             "--out",
             str(tmp_path / "batches.json"),
         ),
@@ -67,7 +67,7 @@ def test_a_table_of_two_numbers_of_rows(tmp_path: Path) -> None:
         ratio = row["default_over_plain"] / best
         # Each of the figures is rounded.
         assert row["default_over_best"] == pytest.approx(ratio, rel=0.01)
-    assert record["provenance"]["max_new_tokens"] == 12
+    assert record["provenance"]["max_new_tokens"] == 6
 
 
 def test_a_draft_that_is_never_right(tmp_path: Path) -> None:

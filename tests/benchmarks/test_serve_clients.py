@@ -1,22 +1,14 @@
-"""`serve_clients.py` compares clients at once with clients one after the other, on the bundled pair.
-
-Its servers are forked; `test_serve_load.py` starts one as the scripts do.
-"""
+"""`serve_clients.py` compares clients at once with clients one after the other, on the bundled pair."""
 
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import serve_clients
-from harness import served
 
-from helpers import forked_python
 from helpers.scripts import run_script
 
 TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
@@ -40,13 +32,8 @@ def test_fewer_questions_than_clients_are_refused(tmp_path: Path) -> None:
     assert "expected 3 questions in" in " ".join(done.output.split())
 
 
-def fork(command: list[str], stdout: Any, stderr: Any) -> forked_python.Process:
-    """Starts a program as `subprocess.Popen` does, from a process that has loaded torch and Transformers."""
-    return forked_python.start(command[1:], os.environ, Path(stdout.name), Path(stderr.name))
-
-
-def test_two_clients_of_both_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served, "subprocess", SimpleNamespace(Popen=fork))
+@pytest.mark.usefixtures("forked_servers")
+def test_two_clients_of_both_servers(tmp_path: Path) -> None:
     out = tmp_path / "serve_clients.json"
     done = run(
         *("--target", str(TOY / "target"), "--draft", str(TOY / "draft")),
