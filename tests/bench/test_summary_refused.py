@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dflash_hf.bench.questions import has_type
 from dflash_hf.bench.report import write_report
 from dflash_hf.bench.run_files import read_run
 from dflash_hf.bench.summary import summarize
@@ -186,3 +187,10 @@ def test_a_record_of_another_program_is_refused_by_the_report(tmp_path: Path) ->
     changed("run.json", lambda row: row["provenance"].update(machine=1))(folder)
     with pytest.raises(ValueError, match=r"^expected run.json and summary.json as a run writes"):
         write_report(folder)
+
+
+def test_tokens_are_whole_numbers_in_a_list() -> None:
+    assert has_type([], list[int])
+    assert has_type([3, 4], list[int])
+    for tokens in ([3, True], [3, 4.0], [3, "4"], [3, None], [[3]], (3, 4), "34", 3, None):
+        assert not has_type(tokens, list[int]), tokens

@@ -122,6 +122,9 @@ def has_type(value: Any, hint: Any) -> bool:
         return any(has_type(value, part) for part in parts)
     if kind is Literal:
         return value in parts
+    if hint == list[int]:
+        # Token ids are most of a file of answers, so they are checked at once. The type of `True` is `bool`.
+        return isinstance(value, list) and set(map(type, value)) <= {int}
     if kind in (list, tuple):
         return isinstance(value, kind) and all(has_type(part, parts[0]) for part in value)
     if kind in (dict, Mapping):
