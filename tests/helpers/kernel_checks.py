@@ -1,9 +1,8 @@
 """What the kernel tests share: where they run, memory that shows a wrong write, and how near is near enough."""
 
 import importlib
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ import dflash_kernels
 from dflash_hf import ops
 from dflash_hf.target_model.fast_layers import fast_layers
 from dflash_hf.target_model.parts import find_target
-from helpers.source_tree import ROOT
 
 INTERPRETED = pytest.param(
     "cpu",
@@ -203,17 +201,10 @@ def calls_of(draft: Any, num_fused: int = 0, num_layers: int = 4) -> Counter[str
     )
 
 
-def check_apart(source: str) -> None:
-    """Runs code that fails where a check does, in a process of its own, which a wrong address ends."""
-    # An inherited path goes first: it may hold another release of Triton.
-    inherited = os.environ.get("PYTHONPATH", "")
-    paths = [inherited, *(str(ROOT / folder) for folder in ("src", "kernels/torch-ext"))]
-    run = subprocess.run(
-        [sys.executable, "-c", source],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+def check_apart(check: Callable[[], None]) -> None:
+    """Runs a check in a fork of this process, which a wrong address ends; what it raises is on stderr."""
+    process = multiprocessing.get_context("fork").Process(target=check)
+    process.start()
+    process.join(120)
+    process.kill()
+    assert process.exitcode == 0

@@ -170,27 +170,27 @@ def test_any_strides(device: str) -> None:
 
 @pytest.mark.parametrize("device", [INTERPRETED])
 def test_heads_are_written_more_than_2_to_the_31_apart(device: str) -> None:
-    check_apart("""
-import torch
-from dflash_kernels import norm_rope_write
+    def check() -> None:
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(1, 4, 3, 16, generator=generator).half() for _ in range(3)]
+        angles = [torch.randn(1, 4, 16, generator=generator).half() for _ in range(2)]
+        shape = (1, 20, 3, 16)
+        stride = 2**30 + 16
+        # 6.4 GB of addresses, of which hardly any are written and so take memory.
+        far = torch.empty_strided(shape, (3 * stride, 16, stride, 1), dtype=torch.float16).fill_(
+            5.0
+        )
+        keys = torch.full(shape, 5.0, dtype=torch.float16)
+        values = keys.clone()
+        shared = (*states, None, None, *angles, torch.tensor([5]))
+        norm_rope_write(*shared, keys, values, 1e-6)
+        norm_rope_write(*shared, far, values.clone(), 1e-6)
+        assert torch.equal(far.contiguous(), keys)
+        far.fill_(5.0)
+        norm_rope_write(*shared, keys.clone(), far, 1e-6)
+        assert torch.equal(far.contiguous(), values)
 
-generator = torch.Generator().manual_seed(0)
-states = [torch.randn(1, 4, 3, 16, generator=generator).half() for _ in range(3)]
-angles = [torch.randn(1, 4, 16, generator=generator).half() for _ in range(2)]
-shape = (1, 20, 3, 16)
-stride = 2**30 + 16
-# 6.4 GB of addresses, of which hardly any are written and so take memory.
-far = torch.empty_strided(shape, (3 * stride, 16, stride, 1), dtype=torch.float16).fill_(5.0)
-keys = torch.full(shape, 5.0, dtype=torch.float16)
-values = keys.clone()
-shared = (*states, None, None, *angles, torch.tensor([5]))
-norm_rope_write(*shared, keys, values, 1e-6)
-norm_rope_write(*shared, far, values.clone(), 1e-6)
-assert torch.equal(far.contiguous(), keys)
-far.fill_(5.0)
-norm_rope_write(*shared, keys.clone(), far, 1e-6)
-assert torch.equal(far.contiguous(), values)
-""")
+    check_apart(check)
 
 
 def test_a_layer_of_a_wider_buffer_is_written_alone() -> None:

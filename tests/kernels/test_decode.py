@@ -18,8 +18,10 @@ from tiny import DFLASH2, prompts, tiny_draft, tiny_target, truth_of
 NEW = 7
 # Few heads, for the interpreter: it runs one program per token, layer and head.
 SMALL: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
-# Few layers too: Gemma 2's are of two kinds in turn.
+# Few layers too: those of Gemma 2 and gpt-oss are of two kinds in turn.
 SHALLOW: dict[str, Any] = {**SMALL, "num_hidden_layers": 2}
+BOTH_KINDS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
+SIZES = {"llama": SHALLOW, "gemma2": SHALLOW, "gpt-oss": SHALLOW | BOTH_KINDS}
 TAPS: dict[str, Any] = {"target_layer_ids": [0, 1]}
 # A draft with every kind of layer: full and sliding, causal and not, window from the anchor.
 SLIDING: dict[str, Any] = {**SMALL, "sliding_window": 5, "window_from_anchor": True}
@@ -43,8 +45,8 @@ def check(
     new: int = NEW,
 ) -> None:
     """Left-padded rows, of which the oracle draft knows a part, in float32."""
-    small = SHALLOW if family in ("llama", "gemma2") else SMALL
-    target = tiny_target(family, **(small if device == "cpu" else {})).to(device, torch.float32)
+    small = SIZES.get(family, SMALL) if device == "cpu" else {}
+    target = tiny_target(family, **small).to(device, torch.float32)
     inputs = {name: t.to(device) for name, t in prompts(lengths, 1).items()}
     wanted = target.generate(**inputs, max_new_tokens=new, do_sample=False)
     draft = tensor_oracle(target, truth_of(inputs, wanted), 1, 4, **draft_options, **TAPS).to(

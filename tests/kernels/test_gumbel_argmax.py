@@ -27,6 +27,7 @@ from dflash_hf.generation.sampling import (
 from dflash_kernels import gumbel_argmax
 from dflash_kernels._dispatch import runs_kernel
 from dflash_kernels.gumbel_argmax import exponential_noise
+from helpers.half import pairs
 from helpers.kernel_checks import CUDA, DEVICES, DTYPES, check_raises, poisoned
 
 INF = float("inf")
@@ -147,9 +148,10 @@ def test_it_is_the_choice_from_processed_scores(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("top_k", [4, 10, 80])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "dtype"),
+    pairs([4, 10, 80], [0.0, 0.3, 0.6, 0.9], {str(dtype): dtype for dtype in DTYPES}),
+)
 def test_of_equal_logits_it_draws_what_a_stable_sort_leaves(
     top_k: int, top_p: float, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
