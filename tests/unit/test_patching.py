@@ -58,7 +58,7 @@ ORDERS = [
 ]
 IN_FORKS = f"""
 import os, traceback
-import huggingface_hub, PIL.Image, tokenizers, torch
+import accelerate, huggingface_hub, PIL.Image, scipy.stats, sympy, tokenizers, torch._dynamo
 assert "transformers" not in sys.modules
 for order in {ORDERS}:
     child = os.fork()
