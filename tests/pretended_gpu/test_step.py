@@ -108,7 +108,7 @@ def _granite() -> GraniteMoeHybridConfig:
 
 TARGETS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-8b": lambda: published("qwen3-8b"),
-    "qwen3-8b-short": lambda: published("qwen3-8b", 3),
+    "qwen3-8b-short": lambda: published("qwen3-8b", 2),
     "qwen3-30b-a3b": lambda: published("qwen3-30b-a3b", 2),
     # Its DeepStack adds to the first three layers.
     "qwen3-vl-8b": lambda: published("qwen3-vl-8b", 5),
