@@ -100,24 +100,33 @@ def test_texts_are_those_of_each_prompt_alone(
     family: str, engine: str, eager_steps: list[int]
 ) -> None:
     target = target_of(family)
-    requests = answered_alone(family, tuple(lengths_of(14, 1)), 1, (10, 40))
+    requests = answered_alone(family, tuple(lengths_of(9, 8)), 8, (8, 24))
     batch = batch_of(target, place_oracle(target), engine)
-    found = drive(batch, requests, 1, cancelled=0.2)
+    found = drive(batch, requests, 8, cancelled=0.2)
     assert found["most"] >= 3
     assert found["broken"] > 0
     assert not eager_steps
     assert (Tape.num_replays > 0) == (engine == "cuda_graph")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
-def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str) -> None:
-    target = shallow_target("qwen3", **LONG)
-    kinds = (GREEDY, SAMPLED, HOT)
-    requests = asked(lengths_of(10, 3), 3, kinds=kinds)
+@functools.cache
+def settings_answered_alone(proposal: Any) -> list[Asked]:
+    """Returns requests of several kinds with what each is answered alone, whatever engine a batch has."""
+    target = target_of("qwen3")
+    requests = asked(lengths_of(8, 3), 3, num_new=(6, 20), kinds=(GREEDY, SAMPLED, HOT))
     draft = eager_draft(target)
     draft.generation_config.proposal = proposal
     answer_alone(target, requests, draft)
+    return requests
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("proposal", ["argmax", "shared_noise"])
+def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str) -> None:
+    target = target_of("qwen3")
+    requests = settings_answered_alone(proposal)
+    draft = tiny_draft(target)
+    draft.generation_config.proposal = proposal
     found = drive(batch_of(target, draft, engine), requests, 3, cancelled=0.1)
     assert found["most"] == 4
 
@@ -125,7 +134,7 @@ def test_each_row_has_settings_and_a_seed_of_its_own(proposal: Any, engine: str)
 @pytest.mark.parametrize("kind", [DFLASH2, DSPARK], ids=["dflash 2", "dspark"])
 def test_drafts_of_other_kinds(kind: dict[str, Any], eager_steps: list[int]) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked(lengths_of(8, 28, 60), 28, kinds=(GREEDY, SAMPLED, HOT))
+    requests = asked(lengths_of(6, 28, 60), 28, num_new=(6, 20), kinds=(GREEDY, SAMPLED, HOT))
     draft = tiny_draft(target, **kind)
     draft.generation_config.proposal = "shared_noise"
     set_engine(draft, "eager")
@@ -158,14 +167,14 @@ def test_rows_that_need_the_host_make_eager_steps(
 ) -> None:
     target = shallow_target("qwen3", **LONG)
     kinds = (GREEDY, SAMPLED, GREEDY, PENALISED, AT_LEAST)
-    requests = asked(lengths_of(16, 5), 5, kinds=kinds)
+    requests = asked(lengths_of(10, 6), 6, num_new=(6, 20), kinds=kinds)
     draft = place_oracle(target)
     draft.generation_config.proposal = "argmax"
     answer_alone(target, requests, eager_draft(target))
     batch = batch_of(target, draft, engine, max_rows=2)
     running_batch.logger.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        drive(batch, requests, 5, cancelled=0.1)
+        drive(batch, requests, 6, cancelled=0.1)
     # Over all places, and between them there are captured ones.
     assert set(eager_steps) == {2}
     assert (Tape.num_replays > 0) == (engine == "cuda_graph")
@@ -185,7 +194,7 @@ def test_steps_are_captured_again_once_such_a_row_has_left(
     settings: dict[str, Any], eager_steps: list[int]
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    [one] = asked([9], 20, num_new=(40, 40))
+    [one] = asked([9], 20, num_new=(24, 24))
     del one.settings["eos_token_id"]
     answer_alone(target, [one])
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
@@ -225,7 +234,7 @@ def test_log_probabilities_are_those_of_an_eager_batch(engine: str) -> None:
 @pytest.mark.parametrize("nodes", [0, 12])
 def test_chains_and_trees(nodes: int, engine: str) -> None:
     target = shallow_target("qwen3-sliding", **LONG)
-    requests = asked(lengths_of(12, 4, 60), 4, kinds=(GREEDY, PENALISED))
+    requests = asked(lengths_of(8, 4, 60), 4, num_new=(6, 20), kinds=(GREEDY, PENALISED))
     answer_alone(target, requests)
     draft = place_oracle(target)
     draft.generation_config.num_tree_nodes = nodes
@@ -248,7 +257,7 @@ def test_buffers_grow_where_they_are_full(
     monkeypatch.setattr(prefill, "FIRST_ROOM", 2)
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 2)
     target = target_of(family)
-    requests = answered_alone(family, (3, 60, 9, 150, 2), 7, (30, 60))
+    requests = answered_alone(family, (3, 60, 9, 150, 2), 7, (16, 32))
     batch = batch_of(target, place_oracle(target), engine)
     drive(batch, requests, 7)
     # Both caches, a few times and not at every step.
@@ -256,12 +265,12 @@ def test_buffers_grow_where_they_are_full(
     num_growths = len(lengths)
     num_captured = len(TapeStep.captured)
     # The longer buffers stay, and so do the graphs over them.
-    ids = [batch.add(one.ids, **one.settings) for one in requests[1:3]]
+    ids = [batch.add(one.ids, **one.settings) for one in requests[3:]]
     texts: dict[int, list[int]] = {id: [] for id in ids}
     while batch.ids:
         for new in batch.step():
             texts[new.id] += new.token_ids
-    assert list(texts.values()) == [one.truth for one in requests[1:3]]
+    assert list(texts.values()) == [one.truth for one in requests[3:]]
     assert len(lengths) == num_growths
     assert len(TapeStep.captured) <= num_captured + 1
 
@@ -269,7 +278,7 @@ def test_buffers_grow_where_they_are_full(
 def test_widths_that_change_beside_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single tokens gather in eager steps, and each captured step writes its own."""
     target = shallow_target("qwen3")
-    requests = asked(lengths_of(20, 5, 40), 5, num_new=(5, 60), kinds=(GREEDY, PENALISED))
+    requests = asked(lengths_of(12, 5, 40), 5, num_new=(5, 40), kinds=(GREEDY, PENALISED))
     answer_alone(target, requests)
     chance = random.Random(0)
 
@@ -290,7 +299,7 @@ def test_widths_that_change_beside_eager_steps(monkeypatch: pytest.MonkeyPatch) 
 
 def test_widths_follow_the_measured_costs() -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked(lengths_of(12, 8, 60), 8, num_new=(30, 60))
+    requests = asked(lengths_of(8, 8, 60), 8, num_new=(20, 36))
     answer_alone(target, requests)
     draft = place_oracle(target)
     draft.generation_config.verify_width = "auto"
@@ -307,7 +316,7 @@ def test_widths_that_other_graphs_do_not_have(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(TapeStep, "measure", measure)
     target = shallow_target("qwen3", **LONG)
-    requests = asked(lengths_of(20, 8, 60), 8, num_new=(30, 60), kinds=(GREEDY, SAMPLED, HOT))
+    requests = asked(lengths_of(9, 8, 60), 8, num_new=(10, 24), kinds=(GREEDY, SAMPLED, HOT))
     draft = place_oracle(target)
     draft.generation_config.proposal = "argmax"
     answer_alone(target, requests, eager_draft(target))
@@ -341,7 +350,7 @@ def test_one_graph_serves_all_rows_of_one_kind(
     kind: dict[str, Any], eager_steps: list[int]
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked(lengths_of(10, 9), 9, num_new=(10, 30), kinds=(kind,))
+    requests = asked(lengths_of(6, 9), 9, num_new=(8, 20), kinds=(kind,))
     draft = eager_draft(target)
     answer_alone(target, requests, draft)
     batch = batch_of(target, draft, "cuda_graph")
@@ -361,7 +370,7 @@ def test_rows_go_where_their_warpers_are_baked_in() -> None:
     alone = eager_draft(target)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     for seed in range(3):
-        requests = asked([9, 5, 7], seed, num_new=(20, 20), kinds=(GREEDY,))
+        requests = asked([9, 5, 7], seed, num_new=(12, 12), kinds=(GREEDY,))
         # In another order each time.
         requests[seed].settings |= SAMPLED
         answer_alone(target, requests, alone)
@@ -376,7 +385,7 @@ def test_rows_go_where_their_warpers_are_baked_in() -> None:
 @pytest.mark.usefixtures("one_bound")
 def test_more_end_tokens_than_there_is_room_for() -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5, 7], 10, num_new=(20, 20))
+    requests = asked([9, 5, 7], 10, num_new=(12, 12))
     requests[1].settings["eos_token_id"] = [END, END + 1, *range(100, 120)]
     draft = tiny_draft(target)
     answer_alone(target, requests)
@@ -404,7 +413,7 @@ def goes_on(batch: RunningBatch, request: Any, change: Callable[[], object]) -> 
 
 def test_a_row_that_comes_goes_by_the_weights_of_now() -> None:
     target = shallow_target("qwen3", **LONG)
-    [one] = asked([20], 22, num_new=(20, 20))
+    [one] = asked([20], 22, num_new=(12, 12))
 
     def replace_weights() -> None:
         for layer in target.model.layers:
@@ -424,7 +433,7 @@ def test_a_row_that_comes_goes_by_the_hooks_of_now(
 
     monkeypatch.setattr(places_module, "choose_engine", choose)
     target = shallow_target("qwen3", **LONG)
-    [one] = asked([20], 23, num_new=(20, 20))
+    [one] = asked([20], 23, num_new=(12, 12))
 
     def add_hook() -> None:
         target.model.layers[0].register_forward_hook(lambda layer, args, out: -out)
@@ -441,7 +450,7 @@ def test_a_row_that_comes_goes_by_the_hooks_of_now(
 @pytest.mark.parametrize("family", ["qwen3-sliding", "qwen3.5"])
 def test_steps_leave_a_free_place_as_it_is(family: str, engine: str) -> None:
     target = shallow_target(family, **LONG)
-    requests = asked([60, 4, 6], 11, num_new=(30, 30))
+    requests = asked([60, 4, 6], 11, num_new=(16, 16))
     for one in requests:
         del one.settings["eos_token_id"]
     answer_alone(target, requests)
@@ -480,7 +489,7 @@ def test_a_next_turn_goes_on_from_the_last_one(family: str) -> None:
     target = shallow_target(family, **LONG)
     draft = tiny_draft(target)
     batch = batch_of(target, draft, "cuda_graph", max_kept_bytes=2**30)
-    [one] = asked([40], 12, num_new=(20, 20))
+    [one] = asked([40], 12, num_new=(12, 12))
     answer_alone(target, [one])
     answers(batch, [one])
     more = torch.cat([one.ids, torch.tensor([one.truth]), torch.tensor([[5, 6, 7]])], dim=1)
@@ -498,7 +507,7 @@ def test_a_next_turn_goes_on_from_the_last_one(family: str) -> None:
 
 def test_statistics_of_rows_beside_free_places() -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5], 13, num_new=(20, 20))
+    requests = asked([9, 5], 13, num_new=(12, 12))
     answer_alone(target, requests)
     found: list[Any] = []
     for engine in ("eager", "cuda_graph"):
@@ -519,7 +528,7 @@ def test_a_step_that_fails_leaves_no_half_written_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5], 14, num_new=(20, 20))
+    requests = asked([9, 5], 14, num_new=(12, 12))
     answer_alone(target, requests)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     batch.add(requests[0].ids, **requests[0].settings)
@@ -537,7 +546,7 @@ def test_no_memory_for_places_makes_an_eager_batch(
     monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5, 30], 15, num_new=(20, 20))
+    requests = asked([9, 5, 30], 15, num_new=(12, 12))
     answer_alone(target, requests)
 
     def full(*given: Any) -> None:
@@ -553,7 +562,7 @@ def test_a_request_has_the_memory_of_places_without_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    [one] = asked([30], 24, num_new=(20, 20))
+    [one] = asked([30], 24, num_new=(12, 12))
     answer_alone(target, [one])
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     answers(batch, [one])
@@ -579,7 +588,7 @@ def test_a_prompt_that_places_without_rows_cannot_grow_for(
     has_memory: bool, monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    short, long = asked([9, 150], 25, num_new=(20, 20))
+    short, long = asked([9, 150], 25, num_new=(12, 12))
     answer_alone(target, [short, long])
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 64)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
@@ -605,7 +614,7 @@ def test_a_prompt_that_places_without_rows_cannot_grow_for(
 
 def test_an_interrupt_while_rows_leave_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5], 26, num_new=(20, 20))
+    requests = asked([9, 5], 26, num_new=(12, 12))
     answer_alone(target, requests)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     ids = [batch.add(one.ids, **one.settings) for one in requests]
@@ -624,7 +633,7 @@ def test_an_interrupt_while_rows_leave_ends_all(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_row_without_room_to_grow_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 150], 16, num_new=(20, 20))
+    requests = asked([9, 150], 16, num_new=(12, 12))
     answer_alone(target, requests)
     monkeypatch.setattr(prefill, "FIRST_ROOM", 2)
     monkeypatch.setattr(places_module, "FIRST_LENGTH", 64)
@@ -649,7 +658,7 @@ def test_a_step_that_is_refused_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, eager_steps: list[int]
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5, 30], 17, num_new=(20, 20))
+    requests = asked([9, 5, 30], 17, num_new=(12, 12))
     answer_alone(target, requests)
     monkeypatch.setattr(places_module, "start_engine", lambda run: None)
     answers(batch_of(target, tiny_draft(target), "cuda_graph"), requests)
@@ -661,7 +670,7 @@ def test_buffers_that_grow_by_rows_are_for_eager_steps(
     settings: dict[str, Any], eager_steps: list[int]
 ) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5], 18, num_new=(20, 20))
+    requests = asked([9, 5], 18, num_new=(12, 12))
     answer_alone(target, requests)
     engine = "cuda_graph" if settings else "eager"
     batch = batch_of(target, tiny_draft(target), engine, **settings)
@@ -673,7 +682,7 @@ def test_buffers_that_grow_by_rows_are_for_eager_steps(
 @pytest.mark.parametrize("what", ["width", "dtype"])
 def test_another_pair_while_nothing_runs_has_other_places(what: str) -> None:
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5], 19, num_new=(20, 20))
+    requests = asked([9, 5], 19, num_new=(12, 12))
     answer_alone(target, requests)
     batch = batch_of(target, tiny_draft(target), "cuda_graph")
     answers(batch, requests)
@@ -693,7 +702,7 @@ def test_another_pair_while_nothing_runs_has_other_places(what: str) -> None:
 def test_a_draft_in_fp8_keeps_its_places(monkeypatch: pytest.MonkeyPatch) -> None:
     use_emulation(monkeypatch)
     target = shallow_target("qwen3", **LONG)
-    requests = asked([9, 5], 27, num_new=(20, 20))
+    requests = asked([9, 5], 27, num_new=(12, 12))
     answer_alone(target, requests)
     # Sizes that can all be multiplied in FP8.
     draft = tiny_draft(target, intermediate_size=48)
