@@ -28,6 +28,9 @@ from tiny import (
 
 pytestmark = pytest.mark.same_on_every_release
 
+# Of a distribution of three tokens: `test_a_wrong_distribution_fails_that_test` says that they are enough.
+NUM_SAMPLES = 12_000
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "warpers": {"temperature": 0.7, "top_k": 10, "top_p": 0.9},
@@ -70,7 +73,7 @@ def test_the_same_text_at_every_block_size_and_width(setting: str, kind: str) ->
         texts.append(
             target.generate(
                 **inputs,
-                max_new_tokens=16,
+                max_new_tokens=10,
                 do_sample=True,
                 assistant_model=draft,
                 eos_token_id=9,
@@ -80,7 +83,7 @@ def test_the_same_text_at_every_block_size_and_width(setting: str, kind: str) ->
     assert all(torch.equal(texts[0], text) for text in texts)
     torch.manual_seed(12)
     other = target.generate(
-        **inputs, max_new_tokens=16, do_sample=True, assistant_model=draft, **SETTINGS[setting]
+        **inputs, max_new_tokens=10, do_sample=True, assistant_model=draft, **SETTINGS[setting]
     )
     assert not torch.equal(texts[0], other)
 
@@ -93,13 +96,13 @@ def test_the_same_text_with_a_draft_that_is_partly_right(kind: str) -> None:
     draft.generation_config.block_size = 1
     torch.manual_seed(4)
     ref = target.generate(
-        **inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=draft
+        **inputs, max_new_tokens=20, do_sample=True, top_k=5, assistant_model=draft
     )
     for seed, block_size in enumerate((2, 7, 16)):
         oracle = oracle_draft(target, truth_of(inputs, ref), seed, block_size, **KINDS[kind])
         torch.manual_seed(4)
         out = target.generate(
-            **inputs, max_new_tokens=40, do_sample=True, top_k=5, assistant_model=oracle
+            **inputs, max_new_tokens=20, do_sample=True, top_k=5, assistant_model=oracle
         )
         assert torch.equal(out, ref)
         # Rejected noise would be visible here: the oracle knows the samples, so only its wrong slots are refused.
@@ -169,14 +172,14 @@ def smallest_draft(target: Any, block_size: int, **options: Any) -> Any:
 
 
 def chi_square(rule: str, block_size: int, kind: str, top_k: int = 6) -> tuple[float, int, float]:
-    """Samples 20,000 times; returns the statistic of three tokens, its degrees of freedom, and the acceptance."""
-    # 20,000 rows of one call: rows are independent, and row numbers are part of the noise's key.
+    """Samples many times; returns the statistic of three tokens, its degrees of freedom, and the acceptance."""
+    # Rows of one call: rows are independent, and row numbers are part of the noise's key.
     target = smallest_target()
     draft = smallest_draft(target, block_size, **KINDS[kind])
     draft.generation_config.proposal = rule  # type: ignore[assignment]
     # For so many rows no draft pays.
     use_whole_blocks(draft)
-    rows, temperature = 20_000, 1.5
+    rows, temperature = NUM_SAMPLES, 1.5
     settings = {"max_new_tokens": 4, "do_sample": True, "temperature": temperature, "top_k": top_k}
     distribution = joint_distribution(target, [3, 5, 4], temperature, top_k)
     inputs = {"input_ids": torch.tensor([[3, 5, 4]]).repeat(rows, 1)}
@@ -219,12 +222,12 @@ def test_forgetting_the_drafted_prefix_fails_that_test(
 
 @pytest.mark.parametrize(("rule", "nodes"), [("shared_noise", 0), ("argmax", 7), ("sample", 0)])
 def test_a_rows_text_does_not_depend_on_how_many_rows_there_are(rule: str, nodes: int) -> None:
-    # What the distribution above says of 20,000 rows, it says of one row and of four.
+    # What the distribution above says of thousands of rows, it says of one row and of four.
     target = smallest_target()
     draft = smallest_draft(target, 4)
     draft.generation_config.proposal = rule  # type: ignore[assignment]
     draft.generation_config.num_tree_nodes = nodes
-    for seed in range(8):
+    for seed in range(4):
         texts = []
         for rows in (64, 4, 1):
             torch.manual_seed(seed)
@@ -245,8 +248,8 @@ def test_a_wrong_distribution_fails_that_test() -> None:
     distribution, colder = (
         joint_distribution(target, [3, 5, 4], t, 6).flatten().double() for t in (1.5, 1.35)
     )
-    big = distribution * 20_000 >= 5
-    statistic = float(((colder - distribution)[big] ** 2 / distribution[big]).sum() * 20_000)
+    big = distribution * NUM_SAMPLES >= 5
+    statistic = float(((colder - distribution)[big] ** 2 / distribution[big]).sum() * NUM_SAMPLES)
     assert statistic > 4 * (2 * float(big.sum())) ** 0.5
 
 
@@ -268,12 +271,12 @@ def test_a_stateful_processor_sees_what_generate_shows_it() -> None:
     inputs = prompts([7], 2)
     plain, ours = Counting(), Counting()
     ref = target.generate(
-        **inputs, max_new_tokens=20, do_sample=False, logits_processor=LogitsProcessorList([plain])
+        **inputs, max_new_tokens=14, do_sample=False, logits_processor=LogitsProcessorList([plain])
     )
     draft = oracle_draft(target, truth_of(inputs, ref), 5, 8)
     out = target.generate(
         **inputs,
-        max_new_tokens=20,
+        max_new_tokens=14,
         do_sample=False,
         logits_processor=LogitsProcessorList([ours]),
         assistant_model=draft,
@@ -287,7 +290,7 @@ def test_greedy_with_prefix_processors_in_a_batch() -> None:
     target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 8)
     settings: dict[str, Any] = {
-        "max_new_tokens": 24,
+        "max_new_tokens": 14,
         "do_sample": False,
         "repetition_penalty": 1.4,
         "no_repeat_ngram_size": 2,
