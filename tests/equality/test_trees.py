@@ -36,7 +36,7 @@ from tiny import (
 
 pytestmark = pytest.mark.same_on_every_release
 
-NEW = 18
+NEW = 12
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash2": DFLASH2,
@@ -141,7 +141,7 @@ def test_a_sampled_text_is_that_of_block_size_one(
     target = shallow_target("qwen3")
     inputs = prompts([4, 9, 6], 3)
     options = KINDS[kind]
-    settings = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": 9, **warpers}
+    settings = {"max_new_tokens": 11, "do_sample": True, "eos_token_id": 9, **warpers}
     draft = tiny_draft(target, 16, **options)
     draft.generation_config.block_size = 1
     torch.manual_seed(11)
@@ -289,7 +289,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
     use_tapes(monkeypatch, smallest_bucket=16)
     target = target_of("llama")
     inputs = prompts([5, 8], 6)
-    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    ref = target.generate(**inputs, max_new_tokens=36, do_sample=False)
     draft = branching(target, truth_of(inputs, ref), 6, 16)
     draft.generation_config.verify_width = "auto"
     set_engine(draft, engine)
@@ -314,7 +314,7 @@ def test_a_width_that_follows_the_run_takes_the_first_nodes(
         lambda self: setattr(self, "current", next(widths)) or (self.current, False),
     )
     assert torch.equal(
-        target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft), ref
+        target.generate(**inputs, max_new_tokens=36, do_sample=False, assistant_model=draft), ref
     )
     assert len(set(draft.last_stats.verify_widths)) > 4
     assert all(seen), "a node is no place in a chain"
@@ -326,7 +326,7 @@ def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.Mo
     use_tapes(monkeypatch, smallest_bucket=16)
     target, tried = target_of("llama"), WidthChooser.next_choice
     inputs = prompts([5, 8], 6)
-    ref = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+    ref = target.generate(**inputs, max_new_tokens=36, do_sample=False)
     draft = branching(target, truth_of(inputs, ref), 6, 16)
     draft.generation_config.num_tree_nodes, draft.generation_config.block_size = "auto", 6
     set_engine(draft, engine)
@@ -341,7 +341,7 @@ def test_a_tree_may_be_larger_than_the_chain(engine: Any, monkeypatch: pytest.Mo
         return self.current, False
 
     monkeypatch.setattr(WidthChooser, "next_choice", next_choice)
-    out = target.generate(**inputs, max_new_tokens=60, do_sample=False, assistant_model=draft)
+    out = target.generate(**inputs, max_new_tokens=36, do_sample=False, assistant_model=draft)
     assert torch.equal(out, ref)
     widths = draft.last_stats.verify_widths
     assert widths[0] == 6
@@ -367,7 +367,7 @@ def test_steps_of_chains_and_of_trees_in_one_run(
     # With fewer layers the texts of three rows end too early.
     target, build = tiny_target("qwen3-sliding"), TreeBuilder.build
     options = KINDS[kind]
-    settings = {"max_new_tokens": 60, "eos_token_id": 1, **settings}
+    settings = {"max_new_tokens": 40, "eos_token_id": 1, **settings}
     is_chain, built = list[bool](), list[bool]()
     monkeypatch.setattr(TreeBuilder, "build", lambda *args: built.append(True) or build(*args))
     monkeypatch.setattr(
