@@ -67,7 +67,7 @@ def set_widths(draft: DFlashDraftModel, block_size: int, width: int | None) -> N
 def plain_text(lengths: tuple[int, ...]) -> Tensor:
     """What plain `generate` says."""
     return tiny_target("gemma3").generate(
-        **prompts(list(lengths), 1), max_new_tokens=16, do_sample=False
+        **prompts(list(lengths), 1), max_new_tokens=10, do_sample=False
     )
 
 
@@ -81,7 +81,7 @@ def test_greedy(variant: str) -> None:
         set_widths(draft, block_size, width)
         plain = plain_text(tuple(lengths))
         out = target.generate(
-            **prompts(lengths, 1), max_new_tokens=16, do_sample=False, assistant_model=draft
+            **prompts(lengths, 1), max_new_tokens=10, do_sample=False, assistant_model=draft
         )
         assert torch.equal(out, plain), (lengths, block_size, width)
 
@@ -91,12 +91,12 @@ def test_greedy_with_a_draft_that_is_partly_right(variant: str) -> None:
     """One slot more than the block is verified, and rejected from."""
     target = tiny_target("qwen3-sliding")
     inputs = prompts([4, 9, 6], 3)
-    plain = target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
     for seed, block_size in enumerate((8, 5, 1)):
         oracle = oracle_draft(
             target, truth_of(inputs, plain), seed, block_size, **VARIANTS[variant]
         )
-        out = target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=oracle)
+        out = target.generate(**inputs, max_new_tokens=24, do_sample=False, assistant_model=oracle)
         assert torch.equal(out, plain)
         assert oracle.last_stats.num_proposed == block_size
         # All of a block's proposals have been right at least once: the last one is at slot `block_size - 1`.
@@ -117,7 +117,7 @@ def test_the_same_sampled_text_at_every_block_size(variant: str) -> None:
         draft.generation_config.proposal = rule
         torch.manual_seed(11)
         settings: dict[str, Any] = {
-            "max_new_tokens": 12,
+            "max_new_tokens": 8,
             "do_sample": True,
             "top_k": 20,
             "temperature": 0.8,
@@ -325,8 +325,8 @@ def test_own_rows_are_resized_with_the_target(variant: str) -> None:
     assert draft.embed_tokens is not None
     assert draft.embed_tokens.num_embeddings == draft.config.vocab_size == VOCAB + 8
     inputs = prompts([5, 12, 2], 1)
-    plain = target.generate(**inputs, max_new_tokens=16, do_sample=False)
-    out = target.generate(**inputs, max_new_tokens=16, do_sample=False, assistant_model=draft)
+    plain = target.generate(**inputs, max_new_tokens=10, do_sample=False)
+    out = target.generate(**inputs, max_new_tokens=10, do_sample=False, assistant_model=draft)
     assert torch.equal(out, plain)
 
 

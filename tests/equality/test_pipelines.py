@@ -28,7 +28,7 @@ def pair() -> tuple[Any, DFlashDraftModel, Any]:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_answers_are_the_same(pair: tuple[Any, DFlashDraftModel, Any], batch_size: int) -> None:
     target, draft, tokenizer = pair
-    settings = {"max_new_tokens": 16, "do_sample": False, "batch_size": batch_size}
+    settings = {"max_new_tokens": 9, "do_sample": False, "batch_size": batch_size}
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     ours = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
     draft.last_stats = None
@@ -54,8 +54,8 @@ def test_a_draft_without_a_vocabulary_takes_the_tokenizer(
         pipeline("text-generation", **names)
     ours = pipeline("text-generation", **names, assistant_tokenizer=tokenizer)
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    wanted = plain("Hello there", max_new_tokens=20)
-    assert ours("Hello there", max_new_tokens=20) == wanted
+    wanted = plain("Hello there", max_new_tokens=10)
+    assert ours("Hello there", max_new_tokens=10) == wanted
 
 
 def test_special_tokens_are_the_targets_and_never_saved(
@@ -98,7 +98,7 @@ def talk(*turns: Any) -> list[dict[str, Any]]:
 
 def both(pipe: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, OracleDraft]:
     """What a pipeline says with and without an oracle that knows the ids it gives without one."""
-    settings = {"max_new_tokens": 24, "do_sample": False}
+    settings = {"max_new_tokens": 12, "do_sample": False}
     found = pipe(*args, **kwargs, return_tensors=True, generate_kwargs=dict(settings))
     pad = pipe.processor.tokenizer.pad_token_id
     rows = [row["generated_token_ids"].tolist() for row in found]
@@ -130,7 +130,7 @@ def test_answers_about_images_are_the_same(pictures: tuple[Any, Any, list[Any]])
         assert len(plain[0]["generated_text"][-1]["content"]) > 0
         assert 1.2 < draft.last_stats.acceptance_length < 5
     draft = oracle_draft(target, [[0]], 0, 5)
-    settings = {"max_new_tokens": 24, "do_sample": False}
+    settings = {"max_new_tokens": 12, "do_sample": False}
     plain = pipe(text=chats, generate_kwargs=dict(settings))
     assert pipe(text=chats, generate_kwargs={**settings, "assistant_model": draft}) == plain
     assert len({str(answer) for answer in plain}) == len(chats)
@@ -147,7 +147,7 @@ def test_several_rows_with_images_are_the_same(pictures: tuple[Any, Any, list[An
     assert 1.2 < draft.last_stats.acceptance_length < 5
     # Chats that are collated by the pipeline itself.
     chats = [talk([picture, "what?"]) for picture in (one, one.rotate(180))]
-    settings = {"max_new_tokens": 24, "do_sample": False}
+    settings = {"max_new_tokens": 12, "do_sample": False}
     draft = oracle_draft(target, [[0], [0]], 0, 5)
     plain = pipe(text=chats, batch_size=2, generate_kwargs=dict(settings))
     assert (
