@@ -22,7 +22,7 @@ from tiny import OracleDraft, oracle_draft, prompts, shallow_target, tiny_draft,
 
 pytestmark = pytest.mark.same_on_every_release
 
-NEW = 30
+NEW = 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
 

@@ -23,7 +23,7 @@ from tiny import (
 
 pytestmark = pytest.mark.same_on_every_release
 
-NEW = 30
+NEW = 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 LENGTHS = [4, 11, 7]
 
@@ -86,7 +86,7 @@ def test_a_sampled_text_is_that_of_block_size_one(kind: str, rule: str) -> None:
     inputs = prompts([4, 9, 6], 3)
     kinds = {"dflash2": DFLASH2, "dspark": DSPARK, "anchor": {"sample_from_anchor": True}}
     options = kinds.get(kind, {})
-    settings = {"max_new_tokens": 16, "do_sample": True, "eos_token_id": 9, "top_k": 10}
+    settings = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": 9, "top_k": 10}
     draft = tiny_draft(target, 16, **options)
     draft.generation_config.block_size = 1
     torch.manual_seed(11)
@@ -125,7 +125,7 @@ def test_fewer_nodes_need_fewer_words(engine: Any, monkeypatch: pytest.MonkeyPat
     use_tapes(monkeypatch, smallest_bucket=16)
     target = shallow_target("llama")
     inputs = prompts([5, 8], 6)
-    settings = {**GREEDY, "max_new_tokens": 60}
+    settings = {**GREEDY, "max_new_tokens": 36}
     ref = target.generate(**inputs, **settings)
     draft = branching(target, truth_of(inputs, ref), 256, 256)
     draft.generation_config.verify_width = "auto"

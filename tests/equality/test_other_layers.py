@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
 }
-NEW = 18
+NEW = 12
 
 
 @cache

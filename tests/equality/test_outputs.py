@@ -69,7 +69,7 @@ def test_scores_logits_and_hidden_states_equal_plain_generates(
     target = shallow_target(family)
     inputs = prompts([7, 4, 6][:rows], 2)
     settings: dict[str, Any] = {
-        "max_new_tokens": 20,
+        "max_new_tokens": 12,
         "do_sample": False,
         "eos_token_id": eos,
         "pad_token_id": 0,
@@ -159,7 +159,7 @@ def test_prompts_as_embeddings(family: str, rows: int, with_ids: bool) -> None:
     if with_ids:
         given["input_ids"] = inputs["input_ids"]
     settings: dict[str, Any] = {
-        "max_new_tokens": 20,
+        "max_new_tokens": 12,
         "do_sample": False,
         "eos_token_id": EOS,
         "pad_token_id": 0,

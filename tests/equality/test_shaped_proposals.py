@@ -15,7 +15,7 @@ from tiny import DSPARK, VOCAB, oracle_draft, prompts, shallow_target, tiny_draf
 
 pytestmark = pytest.mark.same_on_every_release
 
-NEW = 24
+NEW = 16
 
 
 class Stairs(LogitsProcessor):

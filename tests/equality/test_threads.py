@@ -24,7 +24,7 @@ from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 TIMEOUT = 240  # seconds: a slow machine is no failure
 
 

@@ -15,7 +15,7 @@ from tiny import prompts, shallow_target, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
-NEW = 20
+NEW = 13
 SLOW = pytest.mark.slow
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 
