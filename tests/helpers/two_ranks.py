@@ -46,7 +46,7 @@ PROMPTS["qwen3"] = ([4], [3, 11, 7], [9, 2])
 SHALLOW: dict[str, Any] = {"num_hidden_layers": 2}
 LAYERS = {name: {"layer_types": MIXED[:2]} for name in ("gemma3", "qwen3-sliding", "gpt-oss")}
 LAYERS |= {name: {"layer_types": ["linear_attention", "full_attention"]} for name in RECURRENT}
-NEW = 12
+NEW = 8
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 SAMPLED: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.3}
 RULES = ("argmax", "shared_noise", "sample")
@@ -179,10 +179,10 @@ def rules(rank: Rank) -> int:
     """Every proposal rule, greedy parts of the settings changed too: what one process says alone."""
     shared, whole = rank.target("qwen3"), rank.target("qwen3", whole=True)
     settings: tuple[dict[str, Any], ...] = (
-        {"max_new_tokens": 9},
-        {"top_k": 5, "top_p": 0.9, "max_new_tokens": 9},
-        {"eos_token_id": 7, "max_new_tokens": 9},
-        {"top_k": 9, "max_new_tokens": 9},
+        {"max_new_tokens": 6},
+        {"top_k": 5, "top_p": 0.9, "max_new_tokens": 6},
+        {"eos_token_id": 7, "max_new_tokens": 6},
+        {"top_k": 9, "max_new_tokens": 6},
     )
     inputs = prompts([4, 9, 6], 3)
     for rule in RULES:
@@ -298,7 +298,7 @@ def callers(rank: Rank) -> int:
         draft = tensor_oracle(shared, truth_of(inputs, plain), 1)
         end = int(inputs["input_ids"].shape[1])
         stop = {
-            "stop_strings": [tokenizer.decode([int(plain[0, end + 9])])],
+            "stop_strings": [tokenizer.decode([int(plain[0, end + 5])])],
             "tokenizer": tokenizer,
         }
         more: dict[str, Any] = {"eos_token_id": 1, "pad_token_id": 0}
