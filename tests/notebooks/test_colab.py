@@ -23,7 +23,7 @@ SMALL = {
     "TARGET": str(TOY / "target"),
     "DRAFT": str(TOY / "draft"),
     "DTYPE": "float32",
-    "MAX_NEW_TOKENS": 24,
+    "MAX_NEW_TOKENS": 16,
     "PROMPTS": {"sums": "Compute 41 + 80 - 99 + 14.", "talk": "Hello."},
 }
 
