@@ -21,6 +21,8 @@ from tiny import DSPARK, oracle_draft
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "demos" / "toy"
 PATIENCE = 250  # seconds: a slow machine is no failure
+# Tokens of an answer: the first question's is cut off, the second one's ends before.
+LONGEST = 112
 QUESTIONS = ("Compute 41 + 80 - 99 + 14.", "Compute 19 + 50 - 30.")
 
 
@@ -31,7 +33,7 @@ def model() -> ChatModel:
 
 def ask(conversation: Conversation, text: str, **settings: object) -> Answer:
     *_, answer = model().ask(
-        conversation, text, [], Settings(**{"max_new_tokens": 320, **settings})
+        conversation, text, [], Settings(**{"max_new_tokens": LONGEST, **settings})
     )
     return answer
 
@@ -68,12 +70,12 @@ def test_figures_are_those_of_the_run_where_the_anchors_slot_proposes() -> None:
     whole = model()
     expected = ask(Conversation(), QUESTIONS[0], use_draft=False)
     alone = Conversation(turns=[Turn(text=QUESTIONS[0], images=[], answer=expected)])
-    prompt = whole.encode(alone, 320)["input_ids"][0].tolist()
+    prompt = whole.encode(alone, LONGEST)["input_ids"][0].tolist()
     draft = oracle_draft(
         whole.target, [prompt + expected.ids], 1, 7, **DSPARK, sample_from_anchor=True
     )
     chat = ChatModel(whole.target, draft, whole.encoder)
-    *_, answer = chat.ask(Conversation(), QUESTIONS[0], [], Settings(max_new_tokens=320))
+    *_, answer = chat.ask(Conversation(), QUESTIONS[0], [], Settings(max_new_tokens=LONGEST))
     assert answer.ids == expected.ids
     stats = answer.stats
     assert stats is not None
@@ -92,7 +94,7 @@ def test_stop_strings_of_the_target_end_answers_and_races(monkeypatch: pytest.Mo
     answer = ask(conversation, QUESTIONS[0])
     assert answer.text == expected.text
     assert answer.text.endswith("carry")
-    *_, (plain, drafted) = model().race(conversation, conversation.turns, 320)
+    *_, (plain, drafted) = model().race(conversation, conversation.turns, LONGEST)
     assert plain.text == drafted.text == answer.text
 
 
@@ -113,8 +115,8 @@ def test_stopped_answer_leaves_a_conversation_that_goes_on(monkeypatch: pytest.M
     assert (stopped.state, len(stopped.runs)) == ("stopped", 2)
     again = ask(conversation, QUESTIONS[0])
     assert again.num_cached_tokens > 0, "the stopped run cost the cache"
-    inputs = model().encode(conversation, 320)
-    ids = model().target.generate(**inputs, max_new_tokens=320, do_sample=False)
+    inputs = model().encode(conversation, LONGEST)
+    ids = model().target.generate(**inputs, max_new_tokens=LONGEST, do_sample=False)
     assert again.text == model().tokenizer.decode(
         ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
     )
@@ -137,9 +139,9 @@ def test_who_stops_while_a_message_is_read_is_heard(
 
     def run(conversation: Conversation) -> list[Answer]:
         if is_race:
-            *_, race = model().race(conversation, conversation.turns, 32)
+            *_, race = model().race(conversation, conversation.turns, 8)
             return list(race)
-        *_, answer = model().ask(conversation, QUESTIONS[1], [], Settings(max_new_tokens=32))
+        *_, answer = model().ask(conversation, QUESTIONS[1], [], Settings(max_new_tokens=8))
         return [answer]
 
     with sessions.use("page") as conversation:
@@ -189,9 +191,9 @@ def test_refused_messages_leave_the_conversation_as_it_was() -> None:
 def test_race_is_identical_and_counts_both() -> None:
     conversation = Conversation()
     with pytest.raises(ValueError, match="empty conversation"):
-        model().race(conversation, conversation.turns, 320)
+        model().race(conversation, conversation.turns, LONGEST)
     answer = ask(conversation, QUESTIONS[0], temperature=1.0)
-    *_, (plain, drafted) = model().race(conversation, conversation.turns, 320)
+    *_, (plain, drafted) = model().race(conversation, conversation.turns, LONGEST)
     assert (plain.state, drafted.state) == ("done", "done")
     assert drafted.agreement is not None
     assert drafted.agreement.identical
@@ -220,7 +222,7 @@ def test_terminal_chat_goes_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatc
 
 
 def test_terminal_chat_answers_and_counts() -> None:
-    answer = ask(Conversation(), QUESTIONS[0])
+    answer = ask(Conversation(), QUESTIONS[0], max_new_tokens=320)
     command = ["chat", "--target", str(TOY / "target"), "--draft", str(TOY / "draft")]
     typed = f"{QUESTIONS[0]}\n/image nowhere.png\n/new\n/quit\n"
     run = CliRunner().invoke(app, command, input=typed)
