@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import compileall
 import json
 import os
 import shutil
@@ -70,7 +69,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copyfile(source, place)
-    compileall.compile_dir(folder, quiet=1)  # as pip does
     return folder
 
 
