@@ -8,6 +8,7 @@ Transformers computes the rule itself in float32.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from helpers.whole_blocks import use_whole_blocks
 HYBRID = Path(__file__).resolve().parents[2] / "demos" / "toy" / "hybrid"
 GREEDY: dict[str, Any] = {"max_new_tokens": 256, "do_sample": False}
 KINDS = ("code", "structured", "dialogue")
-# Of each kind in the file; the first two take seconds, all of them minutes.
+# Of each kind in the file; one takes seconds, all of them minutes.
 PER_KIND = 12
 # Measured: 6.30 pooled, 7.04, 5.91 and 6.06 by kind; of the first three of each 6.33, 5.45, 5.92 and 8.66.
 POOLED_FLOOR = 5.5
@@ -82,12 +83,12 @@ def test_the_pair_is_small_hybrid_and_float32() -> None:
     assert [row["kind"] for row in prompts()] == [kind for kind in KINDS for _ in range(PER_KIND)]
 
 
-@pytest.mark.parametrize("per_kind", [2, pytest.param(PER_KIND, marks=pytest.mark.slow)])
-def test_answers_are_identical_and_accept_as_walked(per_kind: int) -> None:
+@pytest.mark.parametrize("places", [(1,), pytest.param(range(PER_KIND), marks=pytest.mark.slow)])
+def test_answers_are_identical_and_accept_as_walked(places: Sequence[int]) -> None:
     target, draft, _ = pair()
     verifies: dict[str, list[int]] = defaultdict(list)
     for at, row in enumerate(prompts()):
-        if at % PER_KIND < per_kind:
+        if at % PER_KIND in places:
             assert torch.equal(
                 target.generate(**encode(row), **GREEDY, assistant_model=draft), plain_text(at)
             ), row
@@ -102,7 +103,7 @@ def test_answers_are_identical_and_accept_as_walked(per_kind: int) -> None:
 
 # Nine batches of four, of all 36 prompts: one of each kind, which may have been answered alone before, and another.
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(at, marks=pytest.mark.slow) for at in range(1, 9))]
+    "first", [1, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, *range(2, 9)))]
 )
 def test_padded_batches_are_identical_and_roll_rows_back(first: int) -> None:
     target, draft, tokenizer = pair()
