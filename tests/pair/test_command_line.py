@@ -669,9 +669,12 @@ def test_kinds_of_prompts_may_have_brackets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow)])
-def test_tables_fit_the_terminal(columns: int) -> None:
+def test_tables_fit_the_terminal(columns: int, tmp_path: Path) -> None:
     options = {"env": {"COLUMNS": str(columns)}}
-    demo = CliRunner().invoke(app, ["demo", "--per-kind", "1", "--max-new-tokens", "6"], **options)
+    for name in ("target", "draft", "held_out.jsonl"):  # without the pair for images
+        (tmp_path / name).symlink_to(TOY / name)
+    asked = ["demo", "--pair", str(tmp_path), "--per-kind", "1", "--max-new-tokens", "6"]
+    demo = CliRunner().invoke(app, asked, **options)
     short = ["--num-prompts", "1", "--max-new-tokens", "16"]
     doctor = CliRunner().invoke(app, ["doctor", *short], **options)
     table = demo.stdout.split("answers with and without the draft")[1]

@@ -164,9 +164,7 @@ def test_the_demo_names_the_images(known: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "[000.png] Question 0 about count?" in result.stdout
     assert all(f"{kind} (1)" in result.stdout for kind in KINDS)
-    rows = last_json(run("demo", "--pair", str(known), "--max-new-tokens", str(NEW), "--json"))[
-        "rows"
-    ]
+    rows = last_json(run("demo", "--pair", str(known), "--max-new-tokens", "4", "--json"))["rows"]
     assert [row["images"] for row in rows if row["kind"] == "compare"][1] == ["005.png", "006.png"]
 
 
@@ -230,12 +228,12 @@ def test_the_doctor_measures_images_as_generate_does(folder: Path) -> None:
     lengths: set[float] = set()
     for prompt in prompts:
         inputs = encode_prompt(processor, prompt, target.device)
-        target.generate(**inputs, max_new_tokens=40, do_sample=False, assistant_model=chained)
+        target.generate(**inputs, max_new_tokens=32, do_sample=False, assistant_model=chained)
         lengths.add(chained.last_stats.acceptance_length)
-        probe = Probe(find_target(target), draft, write_answers(target, [inputs], 40))
+        probe = Probe(find_target(target), draft, write_answers(target, [inputs], 32))
         assert probe.walked({}) == pytest.approx(chained.last_stats.acceptance_length), prompt
     assert len(lengths) > 4, "all prompts accept the same: the case shows nothing"
-    diagnosis = diagnose(target, draft, processor, prompts[:3], max_new_tokens=24)
+    diagnosis = diagnose(target, draft, processor, prompts[:2], max_new_tokens=16)
     status = {check.name: check.status for check in diagnosis.checks}
     assert status["weights"] == "finding", "norms as initialised"
     assert status["chat_template"] == "skipped"

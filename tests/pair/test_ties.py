@@ -179,7 +179,7 @@ def test_margin_with_images_is_that_of_the_logits_in_decoding() -> None:
 @pytest.mark.parametrize("folder", [TOY, TOY / "vision"])
 def test_bundled_pairs_in_bfloat16_differ_at_ties_at_most(tmp_path: Path, folder: Path) -> None:
     place = first_prompts(folder, tmp_path / "pair", 3)
-    result = CliRunner().invoke(app, [*DEMO, "--pair", place, "--json", "--max-new-tokens", "64"])
+    result = CliRunner().invoke(app, [*DEMO, "--pair", place, "--json", "--max-new-tokens", "32"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout.splitlines()[-1])
     different = [row for row in record["rows"] if not row["identical"]]
