@@ -27,7 +27,7 @@ from helpers.vision import (
     vision_prompts,
     vision_target,
 )
-from tiny import MIXED, oracle_draft, tiny_draft, tiny_target, truth_of
+from tiny import MIXED, oracle_draft, shallow_target, tiny_draft, tiny_target, truth_of
 
 NEW = 11
 ROWS: dict[str, list[list[Grid]]] = {
@@ -480,3 +480,21 @@ def test_images_that_do_not_fit_a_kept_cache_are_refused() -> None:
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             target.generate(**{**both, **change}, **settings)
+
+
+@pytest.mark.parametrize("name", ["paligemma", "qwen3-vl", "text"])
+def test_labels_among_the_inputs_reach_no_forward(name: str) -> None:
+    # PaliGemma's processor always makes them, and collators do.
+    if name == "text":
+        target = shallow_target("qwen3")
+        inputs = {"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]])}
+        inputs["attention_mask"] = inputs["input_ids"].ne(0).long()
+    else:
+        target = shallow_vision_target(name)
+        inputs = vision_prompts(target, name, [[(4, 4)], []], 0)
+    inputs["labels"] = inputs["input_ids"].clone()
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 5)
+    out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
+    assert torch.equal(out, ref)
+    assert draft.last_stats.acceptance_length > 1.2

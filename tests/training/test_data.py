@@ -102,3 +102,8 @@ def test_regenerated_answers_are_greedy_whatever_is_guessed(
     ]
     assert regenerate_answers(target, prompts, **options, batch_size=3, guesses=guesses) == answers
     assert sum(calls) == 2, "only the prompts without a right guess are generated"
+
+
+def test_labels_of_a_processor_are_no_input_of_the_target() -> None:
+    example = Example.from_pair({"input_ids": [[5, 6]], "labels": [[5, 6]]}, [7])
+    assert example.model_inputs == {}

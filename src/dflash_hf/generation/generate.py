@@ -158,6 +158,8 @@ def answer_with(
         arguments.pop("assistant_model", None)
         # Some pipelines pass an assistant tokenizer, because they do not know that a draft uses the target's tokens.
         arguments.pop("assistant_tokenizer", None)
+        # Some processors and collators make labels. Plain `generate` passes them to no forward.
+        arguments.pop("labels", None)
         # The checks of the target come first. So an unsupported target is named before any fault of the call.
         target = find_target(model)
         draft_parts = Inventory.of(draft)

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from dflash_hf.errors import require
 from dflash_hf.training.chat_template import ChatTemplate, encode_messages
 
-# Outputs of a processor that are not further inputs of the model.
+# Outputs of a processor that are not further inputs of the model. Some processors make labels for another loss.
 NOT_INPUTS = {
+    "labels",
     "input_ids",
     "attention_mask",
     "assistant_masks",
