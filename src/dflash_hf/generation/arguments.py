@@ -55,6 +55,11 @@ def given_ids(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("input_ids")
 
 
+def shape_of(value: object) -> object:
+    """Returns the shape of a tensor, and any other value unchanged."""
+    return tuple(value.shape) if isinstance(value, Tensor) else value
+
+
 def cached_columns(cache: object) -> int:
     """Returns the number of columns in a cache, or 0 for an object that is not a cache."""
     # A later check refuses such an object, with its type in the message.
@@ -86,10 +91,10 @@ def keep_new_images(target: Target, arguments: dict[str, Any]) -> None:
 
     Args:
         target (`Target`): The target.
-        arguments (`dict[str, Any]`): The arguments of `generate`, which `checks.check_images` has checked. They are
-            changed in place. `position_ids` is added. Images in the cache are removed from `image_grid_thw` `[N, 3]`,
-            which holds the patches in time, height and width of all images. They are also removed from `pixel_values`
-            `[patches, ...]`, which holds the patches of all images or of the new ones.
+        arguments (`dict[str, Any]`): The arguments of `generate`, which `image_checks.check_images` has checked. They
+            are changed in place. `position_ids` is added. Images in the cache are removed from `image_grid_thw` `[N,
+            3]`, which holds the patches in time, height and width of all images. They are also removed from
+            `pixel_values` `[patches, ...]`, which holds the patches of all images or of the new ones.
     """
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))

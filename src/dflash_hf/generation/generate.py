@@ -36,12 +36,12 @@ from dflash_hf.generation.arguments import (
 from dflash_hf.generation.checks import (
     check_draft,
     check_drawn_proposals,
-    check_images,
     check_inputs,
     check_settings,
     check_stock,
 )
 from dflash_hf.generation.decode import decode
+from dflash_hf.generation.image_checks import check_images
 from dflash_hf.generation.ranks import Ranks
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.sampling import BlockProcessors
