@@ -498,3 +498,22 @@ def test_labels_among_the_inputs_reach_no_forward(name: str) -> None:
     out = target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft)
     assert torch.equal(out, ref)
     assert draft.last_stats.acceptance_length > 1.2
+
+
+def test_new_images_behind_a_cache_refuse_several_sequences() -> None:
+    # Transformers repeats encoded images by the image tokens of the whole text, of which some are in the cache.
+    target = shallow_vision_target("qwen3-vl")
+    settings = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
+    rows: list[list[Grid]] = [[(4, 4)], [(4, 4)]]
+    first, more = (vision_prompts(target, "qwen3-vl", rows, seed) for seed in (0, 1))
+    answer = target.generate(**first, **settings)
+    both = conversation(first, answer, more, [[1, 1], [1, 1]])
+    cache = DynamicCache(config=target.config.get_text_config())
+    settings |= {"assistant_model": tiny_draft(target), CACHE_NAME: cache}
+    target.generate(**first, **settings)
+    cache.batch_repeat_interleave(2)
+    num_columns = cache.get_seq_length()
+    settings |= {"do_sample": True, "num_return_sequences": 2}
+    with pytest.raises(ValueError, match="no num_return_sequences beside new images"):
+        target.generate(**both, **settings)
+    assert cache.get_seq_length() == num_columns

@@ -171,7 +171,7 @@ def answer_with(
         check_inputs(target, settings)
         has_images = is_given(arguments, "image_grid_thw")
         if has_images:
-            check_images(target, arguments)
+            check_images(target, settings)
         given = given_ids(arguments)
         # All tensors go to the target's device: Transformers makes processors on the device of the ids, and moves
         # positions and masks only if the ids are on another device than the model. The tensors are moved before the

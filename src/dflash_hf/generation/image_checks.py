@@ -13,12 +13,20 @@ from torch import Tensor
 
 from dflash_hf.block.cache_name import CACHE_NAME, given_cache
 from dflash_hf.errors import require
-from dflash_hf.generation.arguments import are_new, cached_columns, given_ids, is_given, shape_of
+from dflash_hf.generation.arguments import (
+    Settings,
+    are_new,
+    cached_columns,
+    given_ids,
+    is_given,
+    shape_of,
+)
 from dflash_hf.target_model.parts import Target
 
 
-def check_images(target: Target, arguments: Mapping[str, Any]) -> None:
+def check_images(target: Target, settings: Settings) -> None:
     """Refuses images that do not fit the tokens of a prompt or conversation, before the images are used."""
+    arguments = settings.arguments
     ids = given_ids(arguments)
     past = cached_columns(given_cache(arguments))
     if not isinstance(ids, Tensor):
@@ -26,7 +34,7 @@ def check_images(target: Target, arguments: Mapping[str, Any]) -> None:
     if not past and not is_given(arguments, "inputs_embeds"):
         _check_images_of_prompt(target, ids, arguments)
     if past and is_given(arguments, "mm_token_type_ids"):
-        _check_images_of_conversation(ids, past, arguments)
+        _check_images_of_conversation(ids, past, settings)
 
 
 def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str, Any]) -> None:
@@ -62,11 +70,13 @@ def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str,
     require(patches == num_patches, what, patches, "pass what the processor made of the images")
 
 
-def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str, Any]) -> None:
+def _check_images_of_conversation(ids: Tensor, past: int, settings: Settings) -> None:
     """Refuses images from which the positions of a conversation `[B, T]` with `past` cached columns do not follow.
 
-    Under M-RoPE, positions need the sizes of all images. The prefill needs the patches of the new images.
+    Under M-RoPE, positions need the sizes of all images. The prefill needs the patches of the new images. New images
+    are refused together with `num_return_sequences`.
     """
+    arguments = settings.arguments
     types = arguments["mm_token_type_ids"]
     grids = arguments["image_grid_thw"]
     # Transformers computes the positions from these three tensors, token by token.
@@ -86,6 +96,12 @@ def _check_images_of_conversation(ids: Tensor, past: int, arguments: Mapping[str
     require(
         len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images"
     )
+    # Transformers repeats images by the image tokens of whole rows, so that rows would get images of other rows.
+    num_sequences = settings["num_return_sequences"] or 1
+    is_repeated = num_sequences > 1 and bool(is_new.any())
+    what = f"no num_return_sequences beside new images and {CACHE_NAME}"
+    do = f"repeat the rows before the processor's call, or leave out {CACHE_NAME}"
+    require(not is_repeated, what, num_sequences, do)
     if is_given(arguments, "pixel_values"):
         sizes = grids.prod(dim=-1)
         num_all = int(sizes.sum())
