@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,11 @@ FAMILIES = {
 }
 
 
-def qwen_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes with Qwen's special tokens, padding on the left."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+def qwen_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes and of their merges, with Qwen's special tokens, padding on the left."""
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {letter: index for index, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(

@@ -48,7 +48,8 @@ def gemma(folder: Path) -> Any:
         "eoi_token": "<end_of_image>",
         "image_token": "<image_soft_token>",
     }
-    tokenizer = with_tokens(special)
+    # As Gemma's own tokenizer, which makes one token of the newlines before an image and those of the text.
+    tokenizer = with_tokens(special, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")])
     images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
     return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
@@ -63,10 +64,12 @@ def idefics(folder: Path) -> Any:
     return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
 
 
-def with_tokens(special: Mapping[str, str]) -> PreTrainedTokenizerFast:
-    """The byte tokenizer with named special tokens."""
+def with_tokens(
+    special: Mapping[str, str], merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """The byte tokenizer with named special tokens and merges."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=qwen_tokenizer().backend_tokenizer,
+        tokenizer_object=qwen_tokenizer(merges).backend_tokenizer,
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         extra_special_tokens=dict(special),
@@ -412,3 +415,14 @@ def test_from_rows_to_the_walk_of_the_targets_own_answers(tmp_path: Path) -> Non
         regenerate_answers(target, [examples[0]], **options)
     with pytest.raises(ValueError, match="expected 7 guesses"):
         regenerate_answers(target, prompts, **options, guesses=answers[:2])
+
+
+def test_an_image_may_begin_or_end_a_turn(processor: Any) -> None:
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": [IMAGE, text("q")]},
+        {"role": "assistant", "content": "it is b"},
+        {"role": "user", "content": [IMAGE, text("\n\nit is b"), IMAGE]},
+        {"role": "assistant", "content": "it is b"},
+    ]
+    example = Example.from_messages(processor, chat, pictures())
+    assert answers_of(processor, example) == ["it is b<|im_end|>"] * 2

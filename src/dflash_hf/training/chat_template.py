@@ -396,7 +396,7 @@ def _laid(
     """Transfers the mask of a text's tokens to `ids`, the same tokens after images and videos have been expanded.
 
     The pieces of text between the images and videos are found from the last one to the first, each as far to the right
-    as it fits.
+    as it fits. A piece that is not found whole is found without the text at its ends.
     """
     processor: Any = template.processing_class
     name = type(processor).__name__
@@ -405,20 +405,26 @@ def _laid(
     placeholders = {
         template.tokenizer.convert_tokens_to_ids(token) for token in written if token is not None
     }
+    special = {template.tokenizer.convert_tokens_to_ids(text) for text in template.ends()}
     aligned = [0] * len(ids)
     stop = len(ids)
     places = [at for at, token in enumerate(tokens) if token in placeholders]
     starts = [0, *(at + 1 for at in places)]
     ends = [*places, len(tokens)]
     for start, end in zip(reversed(starts), reversed(ends), strict=True):
-        piece = tokens[start:end]
-        at = _last_place(piece, ids[:stop])
+        at = _last_place(tokens[start:end], ids[:stop])
+        if at < 0:
+            # Gemma's processor writes newlines around an image, and its tokenizer merges them with those of the text.
+            # It merges nothing across a special token.
+            kept = [at for at in range(start, end) if mask[at] or tokens[at] in special]
+            start, end = (kept[0], kept[-1] + 1) if kept else (end, end)
+            at = _last_place(tokens[start:end], ids[:stop])
         if at < 0:
             raise ValueError(
                 f"expected {name} to keep the answers' tokens where it expands images and videos, got a "
                 "text in which they cannot be found; build the example with Example.from_pair"
             )
-        aligned[at : at + len(piece)] = mask[start:end]
+        aligned[at : at + end - start] = mask[start:end]
         stop = at
     return aligned
 
