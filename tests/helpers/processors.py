@@ -1,15 +1,16 @@
-"""A folder with the processor files of a published Qwen3-VL, small, and pictures to put through it."""
+"""Small processors: the files of a published Qwen3-VL, one of Gemma 3's kind, and pictures to put through them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import Gemma3Processor, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from helpers.vision import PATCH, vision_target
 
@@ -68,6 +69,32 @@ def qwen_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenize
         extra_special_tokens=SPECIAL[1:],
         padding_side="left",
     )
+
+
+def with_tokens(
+    special: Mapping[str, str], merges: Sequence[tuple[str, str]] = ()
+) -> PreTrainedTokenizerFast:
+    """The byte tokenizer with named special tokens and merges."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=qwen_tokenizer(merges).backend_tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        extra_special_tokens=dict(special),
+    )
+
+
+def gemma_processor() -> Gemma3Processor:
+    """A processor of Gemma 3's kind, for pictures of four tokens."""
+    special = {
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }
+    # As Gemma's own tokenizer, which makes one token of the newlines before an image and those of the text.
+    tokenizer = with_tokens(special, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")])
+    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
 
 
 def published_folder(path: Path, model_type: str = "qwen3_vl") -> Path:

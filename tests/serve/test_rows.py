@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import random
 import threading
@@ -19,10 +20,14 @@ from dflash_hf.generation import running_batch
 from dflash_hf.pair.answers import encode_prompt, tokenizer_of
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.serve.engine import Done, Ended, Event, Job, Sampling, Tokens
+from dflash_hf.serve.pair import Pair
 from dflash_hf.serve.penalties import SaidPenalty
+from dflash_hf.serve.requests import read_request
 from dflash_hf.serve.rows import BatchEngine
+from helpers.processors import gemma_processor
 from helpers.source_tree import ROOT
 from helpers.static import set_engine
+from helpers.vision import vision_target
 from tiny import VOCAB, tiny_draft, tiny_target
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_p": 0.95}
@@ -459,3 +464,25 @@ def test_a_stop_text_ends_a_row_within_a_verify() -> None:
         assert sum(event.counts.committed) + 1 == len(new)
         assert len(event.counts.accepted) == len(event.counts.proposed)
         assert len(event.counts.accepted) == len(event.counts.committed)
+
+
+def test_texts_of_a_processor_with_token_types_are_rows() -> None:
+    processor = gemma_processor()
+    target: Any = vision_target("gemma3", vocab_size=len(processor.tokenizer))
+    target.generation_config.suppress_tokens = processor.tokenizer.all_special_ids
+    draft = tiny_draft(target)
+    notes: list[str] = []
+    pair = Pair(target, draft, processor, name="gemma", encoding={}, note=notes.append)
+    for words in ("a", "some words"):
+        messages = [{"role": "user", "content": words}]
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0}
+        asked = read_request(json.dumps(body).encode(), True, pair)
+        client = Client(words, 5, 1)
+        client.job = Job(words, asked.inputs, asked.sampling[0], client.events.put)
+        pair.engine.submit(client.job)
+        assert isinstance(client.end(), Done)
+        inputs = encode_prompt(processor, messages, torch.device("cpu"))
+        assert "token_type_ids" in inputs
+        plain = target.generate(**inputs, max_new_tokens=8, do_sample=False)
+        assert client.ids == plain[0, inputs["input_ids"].shape[1] :].tolist()
+    assert not [note for note in notes if "alone" in note]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, Gemma3Processor, Idefics3Processor, PreTrainedTokenizerFast
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers import AutoProcessor, Idefics3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from dflash_hf.target_model.parts import find_target
@@ -25,7 +24,7 @@ from dflash_hf.training import (
 )
 from dflash_hf.training.collators import collate
 from dflash_hf.training.forward import forward_inputs
-from helpers.processors import TEMPLATE, picture, published_folder, qwen_tokenizer
+from helpers.processors import TEMPLATE, gemma_processor, picture, published_folder, with_tokens
 from helpers.vision import vision_target
 from helpers.whole_blocks import use_whole_blocks
 from tiny import tiny_draft
@@ -43,16 +42,7 @@ def qwen(folder: Path) -> Any:
 
 
 def gemma(folder: Path) -> Any:
-    special = {
-        "boi_token": "<start_of_image>",
-        "eoi_token": "<end_of_image>",
-        "image_token": "<image_soft_token>",
-    }
-    # As Gemma's own tokenizer, which makes one token of the newlines before an image and those of the text.
-    tokenizer = with_tokens(special, merges=[("Ċ", "Ċ"), ("ĊĊ", "Ċ")])
-    images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
-    template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
-    return Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+    return gemma_processor()
 
 
 def idefics(folder: Path) -> Any:
@@ -62,18 +52,6 @@ def idefics(folder: Path) -> Any:
     )
     template = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
     return Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
-
-
-def with_tokens(
-    special: Mapping[str, str], merges: Sequence[tuple[str, str]] = ()
-) -> PreTrainedTokenizerFast:
-    """The byte tokenizer with named special tokens and merges."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=qwen_tokenizer(merges).backend_tokenizer,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        extra_special_tokens=dict(special),
-    )
 
 
 @pytest.fixture(params=[qwen, gemma, idefics])

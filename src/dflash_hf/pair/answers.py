@@ -29,6 +29,8 @@ from dflash_hf.pair.agreement import Agreement, agreement
 
 Processor = PreTrainedTokenizerBase | ProcessorMixin
 TEXT_INPUTS = ("input_ids", "attention_mask")  # the inputs of a target that takes only text
+# Outputs of processors that say which tokens are those of images. They are 0 in a text.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 PROBE = "one text of a turn"
 
 

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 
 from dflash_hf.data.prompt_files import NO_OPTIONS
 from dflash_hf.errors import is_a, one_line, shown
-from dflash_hf.pair.answers import TEXT_INPUTS
+from dflash_hf.pair.answers import TEXT_INPUTS, TOKEN_TYPES
 from dflash_hf.serve.answers import hidden_tokens
 from dflash_hf.serve.engine import Sampling
 from dflash_hf.serve.flags import with_flags
@@ -165,9 +165,10 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         check_text(body.get("prompt"), "prompt", "prompt")
         _check_length(body["prompt"], body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
-    if pair.processor is pair.tokenizer:
-        # Some tokenizers also make token types. A running batch refuses them, and a target would add them to the
-        # tokens.
+    is_text = pair.processor is pair.tokenizer or {*inputs} <= {*TEXT_INPUTS, *TOKEN_TYPES}
+    if is_text:
+        # Many processors and some tokenizers make token types of a text. A running batch refuses them, and a target of
+        # text would add them to the tokens.
         inputs = {name: value for name, value in inputs.items() if name in TEXT_INPUTS}
     _check_tokens(inputs, is_chat, pair)
     form = _form(body, tools, has_parallel_calls, pair)
