@@ -24,7 +24,7 @@ from dflash_hf.doctor.probe import Probe, variant
 from dflash_hf.pair.answers import answer, compare_with_plain, encode_prompt
 from dflash_hf.pair.loading import load_pair
 from dflash_hf.target_model.parts import find_target
-from helpers.processors import PARTS_ONLY
+from helpers.processors import PARTS_ONLY, picture
 from helpers.vision_pair import KINDS, write_vision_pair
 from helpers.whole_blocks import use_whole_blocks
 
@@ -258,3 +258,21 @@ def test_convert_asks_a_vision_target(known: Path, tmp_path: Path) -> None:
     result = run("convert", str(plain), str(tmp_path / "out"), *options)
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_damaged_tags_and_huge_images_are_not_the_templates_fault(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, processor = loaded(folder)
+    prompt = read_prompts(folder / "held_out.jsonl", 1)[0]["messages"]
+    path = tmp_path / "bad.png"
+    prompt[0]["content"][0]["path"] = str(path)
+    sentence = "expected images that can be read, got bad.png, of which one cannot"
+    for exif in (b"II*\0", b"MM\0*\0\0\0", b"II"):
+        picture(48, 32).save(path, exif=exif)
+        with pytest.raises(ValueError, match=sentence):
+            encode_prompt(processor, prompt, torch.device("cpu"))
+    picture(48, 32).save(path)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=f"{sentence}.*decompression bomb"):
+        encode_prompt(processor, prompt, torch.device("cpu"))

@@ -51,6 +51,16 @@ def has_pillow() -> bool:
     return find_spec("PIL") is not None
 
 
+def is_of_image(error: Exception) -> bool:
+    """Says whether Pillow raises such an error for a damaged image, or for one with far too many pixels.
+
+    The error must come from code that has read images, because other code raises some of these errors too.
+    """
+    from PIL import Image
+
+    return isinstance(error, (*DAMAGED, Image.DecompressionBombError))
+
+
 def check_pillow() -> None:
     """Raises `ValueError` if Pillow is not installed."""
     if not has_pillow():

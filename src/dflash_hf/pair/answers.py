@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.generation.streamers import BaseStreamer
 
+from dflash_hf.data.image_files import is_of_image
 from dflash_hf.data.prompt_files import (
     Prompt,
     as_messages,
@@ -193,19 +194,19 @@ def encode_prompts(
                 return_dict=True,
                 **options,
             )
-        # Pillow raises these for a file that is not an image, and for one that is cut off or broken.
-        except (OSError, SyntaxError) as error:
-            raise ValueError(
-                f"expected images that can be read, got {', '.join(names)}, of which one cannot ({one_line(error)}); "
-                "leave it out or save it anew"
-            ) from error
         except (ValueError, ImportError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # the template is broken, or refuses a role or an option
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            if names and is_of_image(error):
+                raise ValueError(
+                    f"expected images that can be read, got {', '.join(names)}, of which one cannot ({reason}); "
+                    "leave it out or save it anew"
+                ) from error
+            # The template is broken, or refuses a role or an option.
             raise ValueError(
-                f"expected a conversation that the chat template takes, got {type(error).__name__}: "
-                f"{one_line(error)}; change what it names (a system prompt, an option of the template), or leave the "
-                "template out"
+                f"expected a conversation that the chat template takes, got {reason}; change what it "
+                "names (a system prompt, an option of the template), or leave the template out"
             ) from error
     kept = tuple(encoded)
     if processor is tokenizer:
