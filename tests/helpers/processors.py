@@ -124,6 +124,13 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return image
 
 
+def write_cut_image(path: Path) -> None:
+    """Writes the first half of a picture's file: its header is whole, and its pixels are not."""
+    picture(64, 64).save(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+
+
 def qwen_target(processor: Any) -> PreTrainedModel:
     """Builds a tiny Qwen3-VL for the tokens of a processor, as `vision_target` does. It writes text only."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")

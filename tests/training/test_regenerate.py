@@ -35,7 +35,7 @@ from dflash_hf.training.prompts import write_prompts
 from dflash_hf.training.regenerate import regenerate
 from dflash_hf.training.target_answers import random_numbers_of
 from helpers.http_threads import running
-from helpers.processors import picture, published_folder, qwen_target
+from helpers.processors import picture, published_folder, qwen_target, write_cut_image
 from helpers.templates import FAMILIES
 from tiny import shallow_target, tiny_draft
 
@@ -699,3 +699,14 @@ def test_prompts_that_come_to_no_end_are_given_up(
         write_prompts(
             PromptSettings(output=tmp_path / "x", num_prompts=1, temperature=0), target, tokenizer
         )
+
+
+def test_an_image_that_cannot_be_read_is_named_by_its_line(tmp_path: Path) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+    prompts = write_rows(tmp_path / "prompts.jsonl", ["a"], ["a"])
+    write_cut_image(tmp_path / "cut.png")
+    row = {"id": "2", "messages": [{"role": "user", "content": "b"}], "images": ["cut.png"]}
+    prompts.write_text(prompts.read_text() + json.dumps(row) + "\n")
+    sentence = rf"image file is truncated.* \(line 3 of {prompts}\)"
+    with pytest.raises(ValueError, match=sentence):
+        regenerate(asked(tmp_path), qwen_target(processor), processor)

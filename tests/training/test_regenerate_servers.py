@@ -24,7 +24,7 @@ from dflash_hf.training.answer_rows import RegenerateSettings
 from dflash_hf.training.chat_template import today
 from dflash_hf.training.regenerate import regenerate
 from helpers import answer_by_servers, forked_python
-from helpers.processors import picture, published_folder
+from helpers.processors import picture, published_folder, write_cut_image
 from helpers.templates import FAMILIES
 from helpers.training_command import SMALL, TOY, said, train
 
@@ -562,3 +562,25 @@ def test_a_server_that_is_not_there_is_named(
         gone = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(ValueError, match=f"expected answers of {gone}, got .*; start it"):
         regenerate(asked(tmp_path), [*clients(servers.start()), OpenAIClient(gone)], tokenizer)
+
+
+def test_an_image_that_cannot_be_read_is_named_by_its_line(
+    tmp_path: Path, servers: Servers
+) -> None:
+    processor: Any = AutoProcessor.from_pretrained(published_folder(tmp_path / "processor"))
+
+    def encode(messages: list[dict[str, Any]]) -> list[int]:
+        return ChatDataset([{"messages": messages}], processor, answers=[[]])[0].input_ids
+
+    behaviour = behaviour_of(processor.tokenizer, context=CONTEXT)
+    behaviour.encode = encode
+    server = servers.listen(0, behaviour)
+    write_cut_image(tmp_path / "cut.png")
+    user = {"role": "user", "content": "What?"}
+    rows = [{"id": "a", "messages": [user]}, {"id": "b", "messages": [user]}]
+    rows.append({"id": "c", "messages": [user], "images": ["cut.png"]})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sentence = rf"image file is truncated.* \(line 3 of {prompts}\)"
+    with pytest.raises(ValueError, match=sentence):
+        regenerate(asked(tmp_path), clients(server), processor)

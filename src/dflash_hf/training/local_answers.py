@@ -18,14 +18,14 @@ from dflash_hf.training.answer_rows import (
     TOO_LONG,
     Answer,
     Answering,
+    Question,
     answer_row,
     answers_in,
 )
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.collators import POOL_BATCHES, collate, sorted_batches
-from dflash_hf.training.conversations import resolved
 from dflash_hf.training.identity import target_identity
-from dflash_hf.training.questions import Questions
+from dflash_hf.training.questions import PlacedQuestions, Questions
 from dflash_hf.training.target_answers import (
     generated,
     padding_of,
@@ -125,17 +125,16 @@ class LocalAnswers:
             self.common.progress.expect(len(pool), num_done)
         for pool in own:
             if any(questions.ids[at] not in done for at in pool):
-                asked = [question for _, question in (questions[at] for at in pool)]
-                self._answer_pool(asked, done)
+                self._answer_pool([questions[at] for at in pool], done)
         self.ranks.wait()
         if self.ranks.is_first:
             self._merge()
         self.ranks.wait()
 
-    def _answer_pool(self, pool: Sequence[dict[str, Any]], done: Set[str]) -> None:
+    def _answer_pool(self, pool: Sequence[Question], done: Set[str]) -> None:
         """Answers the batches of a pool that have a question without an answer."""
         common = self.common
-        placed = [resolved(question, self.settings.prompts.parent) for question in pool]
+        placed = PlacedQuestions(common.prompts, pool)
         prompts = ChatDataset(placed, common.processing_class, answers=[[]] * len(pool))
         limit = self.settings.max_length
         fitting = [at for at, size in enumerate(prompts.lengths) if limit is None or size < limit]
@@ -144,7 +143,7 @@ class LocalAnswers:
             common.report.left_out[TOO_LONG] += num_left_out
             common.progress.add(num_left_out, 0)
         for chosen in sorted_batches(fitting, prompts.lengths, self.settings.batch_size):
-            batch = [pool[at] for at in chosen]
+            batch = [question for _, question in (pool[at] for at in chosen)]
             if any(question["id"] not in done for question in batch):
                 self._answer_batch(batch, [prompts[at] for at in chosen], done)
 

@@ -10,7 +10,7 @@ from dflash_hf.data.prompt_files import SOURCES, blocks_of
 from dflash_hf.data.row_files import RowFile
 from dflash_hf.errors import require
 from dflash_hf.training.answer_rows import Answering, Question, answers_in
-from dflash_hf.training.conversations import content_id
+from dflash_hf.training.conversations import content_id, resolved
 
 NO_ANSWERS: Sequence[Mapping[str, Any]] = ()
 
@@ -82,6 +82,30 @@ class Questions:
             said = tokenizer.decode(ids, skip_special_tokens=True)
             asked += [{"role": "assistant", "content": said}, messages[users[number]]]
         return asked
+
+
+class PlacedQuestions(Sequence[Mapping[str, Any]]):
+    """Some questions with full paths of their images. A message about one of them names its line in the prompts' file.
+
+    Args:
+        prompts (`RowFile`): The prompts' file.
+        asked (sequence of `Question`): The questions.
+    """
+
+    def __init__(self, prompts: RowFile, asked: Sequence[Question]) -> None:
+        self.prompts = prompts
+        self.rows = [row for row, _ in asked]
+        self.placed = [resolved(question, prompts.path.parent) for _, question in asked]
+
+    def __len__(self) -> int:
+        return len(self.placed)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.placed[index]
+
+    def where(self, index: int) -> str:
+        """Returns the name of a question for a message."""
+        return self.prompts.where(self.rows[index])
 
 
 def first_questions(common: Answering, seen: set[str]) -> Questions:

@@ -21,8 +21,7 @@ from dflash_hf.training.answer_rows import (
 )
 from dflash_hf.training.chat_dataset import ChatDataset
 from dflash_hf.training.chat_template import today
-from dflash_hf.training.conversations import resolved
-from dflash_hf.training.questions import Questions
+from dflash_hf.training.questions import PlacedQuestions, Questions
 from dflash_hf.training.server import ServerCheck, check_servers, checked_answer, request_of
 from dflash_hf.training.server_pool import Job, ServerPool
 
@@ -106,8 +105,7 @@ class ServedAnswers:
         limit = self.settings.max_length
         for start in range(0, len(pending), CHUNK):
             part = [_of_today(questions[at]) for at in pending[start : start + CHUNK]]
-            folder = self.settings.prompts.parent
-            placed = [resolved(question, folder) for _, question in part]
+            placed = PlacedQuestions(self.common.prompts, part)
             dataset = ChatDataset(placed, self.common.processing_class, answers=[[]] * len(part))
             for (row, question), whole, length in zip(part, placed, dataset.lengths, strict=True):
                 if limit is not None and length >= limit:
