@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from typing import Any
 
@@ -517,3 +518,20 @@ def test_new_images_behind_a_cache_refuse_several_sequences() -> None:
     with pytest.raises(ValueError, match="no num_return_sequences beside new images"):
         target.generate(**both, **settings)
     assert cache.get_seq_length() == num_columns
+
+
+def test_images_that_are_encoded_already_give_the_plain_text() -> None:
+    target: Any = shallow_vision_target("qwen3-vl")
+    if "mm_encoder_outputs" not in inspect.signature(target.forward).parameters:
+        pytest.skip("this Transformers takes no encoded images")
+    inputs: dict[str, Any] = vision_prompts(target, "qwen3-vl", ROWS["mixed batch"], 0)
+    settings = {"max_new_tokens": NEW, "do_sample": False}
+    ref = target.generate(**inputs, **settings)
+    pixels = inputs.pop("pixel_values")
+    with torch.no_grad():
+        encoded = target.get_image_features(pixels, inputs["image_grid_thw"])
+    inputs["mm_encoder_outputs"] = {"image": encoded}
+    assert torch.equal(target.generate(**inputs, **settings), ref)
+    draft = oracle_draft(target, truth_of(inputs, ref), 0, 5)
+    assert torch.equal(target.generate(**inputs, **settings, assistant_model=draft), ref)
+    assert draft.last_stats.acceptance_length > 1.2

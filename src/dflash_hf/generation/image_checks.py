@@ -65,6 +65,10 @@ def _check_images_of_prompt(target: Target, ids: Tensor, arguments: Mapping[str,
         num_tokens,
         "pass what the processor made of text and images together",
     )
+    # Newer Transformers also take images that were encoded before, in the place of their patches.
+    encoded: Mapping[str, Any] = arguments.get("mm_encoder_outputs") or {}
+    if encoded.get("image") is not None:
+        return
     patches = len(arguments["pixel_values"]) if is_given(arguments, "pixel_values") else None
     what = f"pixel_values of {num_patches} patches, as image_grid_thw says"
     require(patches == num_patches, what, patches, "pass what the processor made of the images")
