@@ -41,6 +41,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Without compiled files every process of the tests rewrites and compiles all of them anew: nine seconds of a processor.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Most of the 20,000 files of an environment are never imported. Compiling all of them takes 30 to 45 s of a processor, and
+# Python compiles a file when it is first imported.
+PIP_INSTALL := pip install --quiet --no-compile
+
 PARALLEL := -n $(PYTEST_JOBS) --dist worksteal
 CPU := -m "not gpu and not slow"
 CPU_RELEASE := -m "not gpu and not slow and not same_on_every_release"
@@ -193,7 +197,7 @@ real-draft: $(VENV)/.stamp-dev  ## train a draft for SmolLM2 into build/smollm2/
 	$(BIN)/dflash-hf train --config demos/smollm2/mixture.yaml $(if $(DATA_DIR),--bench-data-dir $(DATA_DIR)) $(TRAIN_ARGS)
 
 bench: $(VENV)/.stamp-dev  ## time the bundled pairs on this machine, next to the other ways of decoding
-	-$(BIN)/python -m pip install --quiet --no-deps $(ZLAB)
+	-$(BIN)/python -m $(PIP_INSTALL) --no-deps $(ZLAB)
 	$(BIN)/python benchmarks/decode.py
 	$(BIN)/python benchmarks/decode.py --pair vision
 
@@ -203,20 +207,20 @@ clean:  ## remove the environments and what tools left behind
 
 # A stamp is newer than what it was installed from. Two for .venv, so that `make demo` need not install the type checker.
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[vlm]'
+	$(BIN)/python -m $(PIP_INSTALL) --constraint constraints.txt --editable '.[vlm]'
 	@touch $@
 
 $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	-$(BIN)/python -m pip install --quiet --no-deps $(ZLAB)
+	$(BIN)/python -m $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	-$(BIN)/python -m $(PIP_INSTALL) --no-deps $(ZLAB)
 	@touch $@ $(VENV)/.stamp-demo
 
 $(VENV_OLDEST)/.stamp-test: pyproject.toml constraints-oldest.txt | $(VENV_OLDEST)/bin/python
-	$(VENV_OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[test]'
+	$(VENV_OLDEST)/bin/python -m $(PIP_INSTALL) --constraint constraints-oldest.txt --editable '.[test]'
 	@touch $@
 
 $(VENV_LATEST)/.stamp-$(TODAY): pyproject.toml | $(VENV_LATEST)/bin/python
-	$(VENV_LATEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(LATEST_TORCH) \
+	$(VENV_LATEST)/bin/python -m $(PIP_INSTALL) --upgrade --upgrade-strategy eager $(LATEST_TORCH) \
 	  --editable '.[bench,kernels,test,vlm]'
 	@rm -f $(VENV_LATEST)/.stamp-*
 	@touch $@
