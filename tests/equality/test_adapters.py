@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dflash_hf import DFlashDraftModel, generate_batch, iterate
 from dflash_hf.target_model.parts import find_target
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
@@ -173,3 +174,49 @@ def test_a_quantised_target(quantise: Any, kind: str, lengths: list[int]) -> Non
     assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
     assert torch.equal(target.generate(**inputs, **GREEDY), ref)
+
+
+def text_of_steps(target: Any, draft: DFlashDraftModel, inputs: dict[str, Tensor]) -> list[int]:
+    """The whole text of one prompt, as `iterate` commits it step by step."""
+    new = [step.committed[0] for step in iterate(target, draft, **inputs, **GREEDY)]
+    return [*inputs["input_ids"][0].tolist(), *torch.cat(new).tolist()]
+
+
+def check_entrances(wrapped: Any, target: PreTrainedModel) -> None:
+    """Compares `iterate` and `generate_batch` over a wrapped target with its own plain `generate`."""
+    inputs = prompts([9], 1)
+    ref = wrapped.generate(**inputs, **GREEDY)
+    draft = oracle_draft(target, truth_of(inputs, ref), 1)
+    assert text_of_steps(wrapped, draft, inputs) == ref[0].tolist()
+    assert 1.0 < draft.last_stats.acceptance_length < 8.0
+    (answer,) = generate_batch(wrapped, tiny_draft(target), inputs["input_ids"], max_new_tokens=20)
+    assert answer.token_ids == ref[0, 9:].tolist()
+
+
+def test_adapters_take_part_wherever_a_wrapped_target_is_passed() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    target = shallow_target("qwen3")
+    wrapped = adapted(peft.get_peft_model(target, peft.LoraConfig(r=2, target_modules=MODULES)))
+    text = wrapped.generate(**prompts([9], 1), **GREEDY)
+    assert not torch.equal(text, bare_text((9,)))
+    check_entrances(wrapped, target)
+    with wrapped.disable_adapter():
+        check_entrances(wrapped, target)
+
+
+def test_a_compiled_target_may_be_passed_anywhere() -> None:
+    target = shallow_target("qwen3")
+    check_entrances(torch.compile(target), target)
+
+
+def test_tokens_of_adapters_are_refused_at_every_entrance() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    target = shallow_target("qwen3")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    draft = tiny_draft(target)
+    wrapped = adapted(peft.get_peft_model(target, config))
+    for given in (wrapped, torch.compile(wrapped)):
+        with pytest.raises(ValueError, match="PEFT adapter"):
+            iterate(given, draft, **prompts([9], 1), **GREEDY)
+        with pytest.raises(ValueError, match="PEFT adapter"):
+            generate_batch(given, draft, [[5, 6]], max_new_tokens=4)

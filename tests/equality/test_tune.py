@@ -274,3 +274,10 @@ def test_the_command_refuses_in_a_sentence(
     assert refused.exit_code == 2, refused.output
     assert said in " ".join(refused.output.split())
     assert "Traceback" not in refused.output
+
+
+def test_a_wrapped_target_is_measured_as_the_target() -> None:
+    target, draft = half_pair()
+    tuned = dflash_hf.tune(target, draft, rows=(1,))
+    compiled: Any = SimpleNamespace(_orig_mod=target)  # as torch.compile holds it
+    assert dflash_hf.tune(compiled, draft, rows=(1,)).path == tuned.path

@@ -699,3 +699,10 @@ def test_an_empty_prompt_is_measured_or_refused() -> None:
     bare.chat_template = None
     with pytest.raises(ValueError, match="expected prompts of at least one token"):
         diagnose(target, draft, bare, ["", "Hello"], max_new_tokens=8)
+
+
+def test_a_compiled_target_is_examined_as_it_was() -> None:
+    draft = variant(pair()[1], {"num_target_layers": 24})
+    target, _, tokenizer = pair()
+    compiled: Any = SimpleNamespace(_orig_mod=target)  # as torch.compile holds it
+    assert names(diagnose(compiled, draft, tokenizer, held_out()[:3])) == ["other_target"]

@@ -23,7 +23,7 @@ from dflash_hf.doctor.probe import Measurement, Probe, Setup
 from dflash_hf.draft_model.layers import DFlashRMSNorm
 from dflash_hf.errors import require
 from dflash_hf.generation.checks import check_is_draft
-from dflash_hf.generation.generate import unwrapped
+from dflash_hf.generation.generate import unwrapped, unwrapped_target
 from dflash_hf.layer_configs import layer_values
 from dflash_hf.modeling_dflash import DFlashDraftModel
 from dflash_hf.pair.answers import Processor, encode_prompt, tokenizer_of
@@ -130,6 +130,7 @@ def diagnose(
         ValueError: If the target cannot be drafted for at all, `draft` is not a draft, or there is nothing to measure
             on.
     """
+    model = unwrapped_target(model)
     draft = unwrapped(draft)
     check_is_draft(draft)
     target = find_target(model)

@@ -113,6 +113,20 @@ def unwrapped(draft: Any) -> Any:
     return bare
 
 
+def unwrapped_target(model: Any) -> Any:
+    """Returns the target within wrappers of torch.compile and PEFT, as their own `generate` passes it to this package.
+
+    The adapters stay, because they are within the target's own layers. A wrapper that puts tokens of its own before
+    the prompt is returned as it is, because `check_target` recognises it and refuses it.
+    """
+    if not hasattr(model, "get_base_model"):
+        return getattr(model, "_orig_mod", model)
+    if model.active_peft_config.is_prompt_learning:
+        return model
+    # The model within a wrapper of PEFT may be a compiled one.
+    return unwrapped_target(model.get_base_model())
+
+
 @functools.cache  # one check is enough, because neither version changes within a process
 def _warn_if_newer() -> None:
     """Logs one line, once, if the installed Transformers is newer than the newest one that was tested."""

@@ -23,7 +23,7 @@ from dflash_hf.generation.accept import BlockRule, stop_by_criteria
 from dflash_hf.generation.candidate_generator import Propose
 from dflash_hf.generation.checks import check_iterated, check_rules
 from dflash_hf.generation.decode import keep_chooser, no_gradients
-from dflash_hf.generation.generate import answer_with, unwrapped
+from dflash_hf.generation.generate import answer_with, unwrapped, unwrapped_target
 from dflash_hf.generation.options import choose_widths
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
@@ -129,6 +129,7 @@ def iterate(
             Also if `accept` is used with processors that read the prefix, with criteria that are not known to be
             row-wise, or, with several rows, with any criteria or a streamer.
     """
+    model = unwrapped_target(model)
     draft = unwrapped(draft)
     check_iterated(draft, kwargs)
     for name, rule in {"propose": propose, "accept": accept}.items():

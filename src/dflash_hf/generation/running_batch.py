@@ -26,7 +26,7 @@ from dflash_hf.errors import is_a, one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
 from dflash_hf.generation.decode import keep_chooser, no_gradients
-from dflash_hf.generation.generate import unwrapped
+from dflash_hf.generation.generate import unwrapped, unwrapped_target
 from dflash_hf.generation.joining import begin_batch, failed_of, join, leave
 from dflash_hf.generation.kept_prefixes import KeptPrefixes
 from dflash_hf.generation.places import Places, choose_num_places, run_captured
@@ -95,13 +95,13 @@ class RunningBatch:
             require(is_fine, f"{name} of at least 1", value, "pass a whole number")
         is_size = is_a(max_kept_bytes, int) and max_kept_bytes >= 0
         require(is_size, "max_kept_bytes of at least 0", max_kept_bytes, "pass a whole number")
-        self.model = model
+        self.model = unwrapped_target(model)
         self.draft = draft
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         self.prefill_chunk_size = prefill_chunk_size
         # Noted when a prompt was last worked on, because the user may change modules and hooks between requests.
-        self._target = find_target(model)
+        self._target = find_target(self.model)
         self._draft_parts = Inventory.of(draft)
         self._next_id = 0
         self._is_stepping = False

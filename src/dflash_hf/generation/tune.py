@@ -21,7 +21,7 @@ from dflash_hf.errors import require
 from dflash_hf.generation.choice_costs import CHAIN, candidate_widths
 from dflash_hf.generation.cost_table import CostTable, about_pair, write_table
 from dflash_hf.generation.decode import fast_from_prefill, no_gradients, tapped_between_steps
-from dflash_hf.generation.generate import answer_with, unwrapped
+from dflash_hf.generation.generate import answer_with, unwrapped, unwrapped_target
 from dflash_hf.generation.options import choose_engine, computes_in_half
 from dflash_hf.generation.prefill import prefill
 from dflash_hf.generation.request import Request
@@ -84,6 +84,7 @@ def tune(
             their own steps), if steps are captured, if the draft's settings fix the width, or if the file cannot be
             written.
     """
+    model = unwrapped_target(model)
     draft = unwrapped(draft)
     rows = sorted(set(rows))
     are_rows = len(rows) > 0 and rows[0] > 0 and rows[-1] <= MAX_ROWS
