@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from dflash_hf import iterate
+from dflash_hf import RunningBatch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.cache.ragged import RaggedCache
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.generation import buffers, prefill
+from dflash_hf.generation.request_stats import NewTokens
+from helpers.running import Asked, answer_alone, asked
 from helpers.static import set_engine, tensor_oracle, use_tapes
 from helpers.turns import GREEDY as TURN
 from helpers.turns import first_turn, next_turn, turn
@@ -157,3 +159,90 @@ def test_graphs_over_buffers_that_are_full_are_not_gone_back_to(
     draft.generation_config.verify_width = width
     assert torch.equal(target.generate(**settings, assistant_model=draft), ref)
     assert grown
+
+
+def in_full(target: Any, lengths: list[int]) -> list[Asked]:
+    """Returns requests of these lengths for 20 tokens, and notes what each is answered alone."""
+    requests = asked(lengths, 1, num_new=(20, 20))
+    for one in requests:
+        one.settings["eos_token_id"] = []
+    answer_alone(target, requests)
+    return requests
+
+
+def begun(batch: RunningBatch, one: Asked) -> list[NewTokens]:
+    """Adds a request to a batch and runs a step."""
+    batch.add(one.ids, **one.settings)
+    return batch.step()
+
+
+def caches_of(batch: RunningBatch) -> list[RaggedCache]:
+    assert batch._run is not None
+    return batch._run.buffers.caches()
+
+
+def rest_of(batch: RunningBatch, new: list[NewTokens]) -> dict[int, list[int]]:
+    """Runs a batch to its end; returns all tokens of each request, with those that are already there."""
+    texts: dict[int, list[int]] = {}
+    while True:
+        for id, tokens, _ in new:
+            texts.setdefault(id, []).extend(tokens)
+        if not batch.ids:
+            return texts
+        new = batch.step()
+
+
+def test_a_row_joins_where_there_is_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = shallow_target("qwen3")
+    requests = in_full(target, [60, 5])
+    batch = RunningBatch(target, tiny_draft(target))
+    new = begun(batch, requests[0])
+    of_row = sum(cache.num_bytes() for cache in caches_of(batch))
+    monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: 3 * of_row)
+    new += begun(batch, requests[1])
+    assert rest_of(batch, new) == {0: requests[0].truth, 1: requests[1].truth}
+
+
+def test_the_caches_of_a_row_have_to_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = shallow_target("qwen3")
+    requests = in_full(target, [60, 5])
+    batch = RunningBatch(target, tiny_draft(target), max_rows=2)
+    new = begun(batch, requests[0])
+    bytes_of_row = [cache.num_bytes() for cache in caches_of(batch)]
+    free = 2 * sum(bytes_of_row) - 1
+    assert free > 2 * max(bytes_of_row)
+    monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: free)
+    new += begun(batch, requests[1])
+    assert [one.finished for one in new if one.id == 1] == ["error"]
+    assert rest_of(batch, new)[0] == requests[0].truth
+
+
+def test_max_tokens_limits_the_rows_that_are_allocated() -> None:
+    target = shallow_target("qwen3")
+    requests = in_full(target, [5, 5])
+    batch = RunningBatch(target, tiny_draft(target), max_tokens=100)
+    new = begun(batch, requests[0]) + begun(batch, requests[1])
+    # Both rows have 25 tokens.
+    for cache in caches_of(batch):
+        for layer in cache.attention.values():
+            assert len(layer._allocated[0]) == 4
+    assert rest_of(batch, new) == {0: requests[0].truth, 1: requests[1].truth}
+
+
+def test_rows_of_layers_that_grew_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = shallow_target("qwen3")
+    requests = in_full(target, [30, 5, 100])
+    batch = RunningBatch(target, tiny_draft(target))
+    new = begun(batch, requests[0]) + begun(batch, requests[1])
+    draft_cache, cache = caches_of(batch)
+    shapes = [layer.shape for layer in cache.attention.values()]
+    # Eight of the longest rows have room in the target's cache, but not in both caches.
+    free = sum(shape.num_bytes(8, 109, 8) for shape in shapes)
+    monkeypatch.setattr("dflash_hf.cache.size.free_memory", lambda device: free)
+    new += begun(batch, requests[2])
+    # Only the layer without a window has grown.
+    windowed, full = draft_cache.attention.values()
+    assert cache.max_length == 109
+    assert len(windowed._allocated[0]) == 8
+    assert len(full._allocated[0]) == 3
+    assert rest_of(batch, new) == {id: one.truth for id, one in enumerate(requests)}

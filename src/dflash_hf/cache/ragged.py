@@ -463,19 +463,21 @@ class RaggedCache(Cache):
         for group in self.groups:
             group.keep_rows(rows, self.layers)
 
-    def check_row(self, max_rows: int) -> None:
-        """Raises `OutOfRoomError` if there is no memory for [`add_row`]."""
-        layers = list(self.attention.values())
-        # Rows are added to all layers at once, so checking one layer is enough.
-        if layers[0].has_room_for_row:
+    def check_row(self, max_rows: int, freed: defaultdict[torch.device, int]) -> None:
+        """Raises `OutOfRoomError` if there is no memory for [`add_row`]. `freed` is that of `check_memory`.
+
+        The bytes of the new buffers are subtracted from `freed`, so that other buffers are checked beside them.
+        """
+        shapes = [layer.shape for layer in self.attention.values() if not layer.has_room_for_row]
+        if not shapes:
             return
-        shapes = [layer.shape for layer in layers]
-        longest = max(layer.ring for layer in layers)
+        sizes = (max_rows, self.max_length, self.longest_block)
         # The states need memory too, at any length of the rows, so less memory is free for the keys and values.
-        freed = defaultdict[torch.device, int](int)
         for group in self.groups:
             freed[group.plan.device] -= group.num_bytes(max_rows)
-        check_memory(shapes, max_rows, longest, self.longest_block, freed)
+        check_memory(shapes, *sizes, freed)
+        for shape in shapes:
+            freed[shape.device] -= shape.num_bytes(*sizes)
 
     def add_row(self, source: RaggedCache, length: int, max_rows: int) -> None:
         """Adds the first row of another cache behind the last row of this cache, and makes room for it.

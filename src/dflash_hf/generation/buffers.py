@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -163,8 +164,10 @@ class FixedBuffers:
 
         See [`RaggedCache.add_row`]. If there is no memory, it raises `OutOfRoomError` and changes nothing.
         """
+        # The buffers of both caches have to fit at once.
+        freed = defaultdict[torch.device, int](int)
         for cache in self.caches():
-            cache.check_row(max_rows)
+            cache.check_row(max_rows, freed)
         self.cache.add_row(source.cache, length, max_rows)
         self.draft_cache.add_row(source.draft_cache, length, max_rows)
         self.newest.add_row(source.newest)

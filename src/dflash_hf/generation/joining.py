@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.errors import require
 from dflash_hf.generation.buffers import else_freed
 from dflash_hf.generation.candidate_generator import DFlashCandidateGenerator
@@ -82,14 +83,18 @@ def begin_batch(run: Run, row: RowSettings) -> None:
     run.watch.lap("rest")  # this does not count as time of a step
 
 
-def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> None:
+def join(
+    run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int, max_tokens: int | None
+) -> None:
     """Adds the row of another run, which has finished its prefill, to a running batch.
 
     Args:
         run (`Run`): The batch, between two steps. It is changed in place.
         other (`Run`): The run of the row. It cannot be used afterwards.
         rows (sequence of `RowSettings`): The settings of all rows, the new one last.
-        max_rows (`int`): The number of rows to allocate at once if the buffers have no place for one more.
+        max_rows (`int`): The number of rows to allocate at once if the buffers have no place for one more. If there
+            is no memory for them, only the new row is allocated.
+        max_tokens (`int`, *optional*): The number of tokens that all allocated rows may have together.
 
     Raises:
         ValueError: If the two runs draft or verify with different sizes.
@@ -97,16 +102,24 @@ def join(run: Run, other: Run, rows: Sequence[RowSettings], max_rows: int) -> No
     """
     check_alike(run, other)
     num_tokens = other.num_new + other.state.host.columns
+    longest = max(row.length for row in rows)
     if num_tokens > run.room:
-        longest = max(row.length for row in rows)
         # The room doubles, so that rows are copied only a few times and not for every longer prompt.
         wanted = min(longest, max(2 * run.room, num_tokens))
         else_freed(run.generator.draft, partial(grow, run), wanted, num_tokens)
     # Tapped states of tokens that were decoded without a draft gather in the same columns of all rows. They are
     # written now, because the new row has none.
     run.generator.flush()
-    length = other.longest
-    run.buffers.add_row(other.buffers, length, max_rows)
+    if max_tokens is not None:
+        # The buffers stay as long as they are if the longest row leaves.
+        num_fitting = max_tokens // max(longest, run.room)
+        max_rows = max(len(rows), min(max_rows, num_fitting))
+    add_row = partial(run.buffers.add_row, other.buffers, other.longest)
+    try:
+        add_row(max_rows)
+    except OutOfRoomError:
+        # The rows that may join later are not needed, but this row is.
+        else_freed(run.generator.draft, add_row, len(rows), len(rows))
     # The rows of a batch belong to several requests, so they are numbered by their places.
     run.rows = Rows(
         numbers=list(range(len(rows))),

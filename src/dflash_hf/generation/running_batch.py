@@ -425,7 +425,7 @@ class RunningBatch:
             return place
         assert self._run is not None
         settings = [each.settings for each in (*self._running.values(), row)]
-        join(self._run, run, settings, self.max_rows)
+        join(self._run, run, settings, self.max_rows, self.max_tokens)
         return len(self._running)
 
     def _choose_buffers(self, row: Row, run: Run) -> None:
