@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from dflash_hf import iterate
+from dflash_hf import generate_batch, iterate
 from dflash_hf.block.cache_name import CACHE_NAME
 from dflash_hf.target_model.parts import find_target
 from helpers.half import half
 from helpers.hybrid import use_float64_rules
 from helpers.static import set_engine
 from helpers.turns import Recording, arm, check_blocks, recording_draft
-from tiny import oracle_draft, prompts, tiny_target, truth_of
+from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
@@ -231,3 +231,36 @@ def test_iterate() -> None:
     with hooked(module_of(target, "1"), work, before=False):
         steps = list(iterate(target, draft, **inputs, **GREEDY))
     assert torch.equal(torch.cat([step.committed[0] for step in steps]), ref[0, 9:])
+
+
+class HooksInTurn(LogitsProcessor):
+    """Hooks an MLP of the target and runs the target between two forwards; counts the calls of its hook."""
+
+    is_row_wise = True
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.num_calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        def count(module: nn.Module, args: Any) -> None:
+            self.num_calls += 1
+
+        handle = self.target.model.layers[0].mlp.register_forward_pre_hook(count)
+        try:
+            self.target(input_ids)
+        finally:
+            handle.remove()
+        return scores
+
+
+def test_processors_of_rows_find_the_target_unchanged() -> None:
+    target = tiny_target("qwen3")
+    ref = target.generate(torch.tensor([[5, 6, 7]]), **GREEDY)[0, 3:].tolist()
+    processor = HooksInTurn(target)
+    draft = tiny_draft(target)
+    inputs: list[Any] = [{"input_ids": [5, 6, 7], "logits_processor": [processor]}, [5, 6, 7]]
+    answers = list(generate_batch(target, draft, inputs, **GREEDY))
+    assert [answer.token_ids for answer in answers] == [ref, ref]
+    # One token is chosen in the prefill, and the others in the steps.
+    assert processor.num_calls >= len(ref)

@@ -179,6 +179,19 @@ def prepare_row(
     return row
 
 
+def check_sizes(
+    max_rows: int, max_tokens: int | None, prefill_chunk_size: int, max_kept_bytes: int
+) -> None:
+    """Raises `ValueError` unless these sizes of a running batch are whole numbers in their ranges."""
+    counts = {"max_rows": max_rows, "prefill_chunk_size": prefill_chunk_size}
+    if max_tokens is not None:
+        counts["max_tokens"] = max_tokens
+    for name, value in counts.items():
+        require(is_count(value), f"{name} of at least 1", value, "pass a whole number")
+    is_size = is_a(max_kept_bytes, int) and max_kept_bytes >= 0
+    require(is_size, "max_kept_bytes of at least 0", max_kept_bytes, "pass a whole number")
+
+
 def is_count(value: object) -> bool:
     """Returns True for whole numbers above 0."""
     return isinstance(value, int) and is_a(value, int) and value > 0

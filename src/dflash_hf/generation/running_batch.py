@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from dflash_hf.cache.size import OutOfRoomError
 from dflash_hf.devices import Inventory, device_errors_explained, eagerly
-from dflash_hf.errors import is_a, one_line, require
+from dflash_hf.errors import one_line, require
 from dflash_hf.generation.checks import check_is_draft
 from dflash_hf.generation.cuda_graph import EAGER
 from dflash_hf.generation.decode import keep_chooser, no_gradients
@@ -34,7 +34,7 @@ from dflash_hf.generation.prefill import Prefill, begin_prefill
 from dflash_hf.generation.request import Request
 from dflash_hf.generation.request_stats import NewTokens, RequestStats
 from dflash_hf.generation.row_answers import Answers
-from dflash_hf.generation.row_requests import Row, is_count, prepare_row
+from dflash_hf.generation.row_requests import Row, check_sizes, prepare_row
 from dflash_hf.generation.run import Run, look_at_models, make_room
 from dflash_hf.generation.sampling import RowProcessors
 from dflash_hf.generation.static_step import StaticStep
@@ -86,15 +86,7 @@ class RunningBatch:
     ) -> None:
         draft = unwrapped(draft)
         check_is_draft(draft)
-        for name, value in (
-            ("max_rows", max_rows),
-            ("max_tokens", max_tokens),
-            ("prefill_chunk_size", prefill_chunk_size),
-        ):
-            is_fine = (name == "max_tokens" and value is None) or is_count(value)
-            require(is_fine, f"{name} of at least 1", value, "pass a whole number")
-        is_size = is_a(max_kept_bytes, int) and max_kept_bytes >= 0
-        require(is_size, "max_kept_bytes of at least 0", max_kept_bytes, "pass a whole number")
+        check_sizes(max_rows, max_tokens, prefill_chunk_size, max_kept_bytes)
         self.model = unwrapped_target(model)
         self.draft = draft
         self.max_rows = max_rows
@@ -283,6 +275,10 @@ class RunningBatch:
         """Calls `work`, in which forwards run. Callbacks of requests are called outside of it."""
         calls_user_code = any(row.calls_user_code for row in self._rows())
         runs_user_code = calls_user_code or not self._target.is_unmodified
+        whole_run: AbstractContextManager[None] = nullcontext()
+        # User code between two forwards may call the target, and must find it unchanged.
+        if not calls_user_code:
+            whole_run = fast_whole_run(self._target)
         with (
             calling(),
             device_errors_explained(),
@@ -290,7 +286,7 @@ class RunningBatch:
             eagerly(self._target.parts, self._draft_parts),
             # Gradients are off before fast layers are chosen, because fast layers have no gradients.
             no_gradients(self._target, runs_user_code),
-            fast_whole_run(self._target),
+            whole_run,
         ):
             work()
 
