@@ -26,6 +26,8 @@ LONG: dict[str, Any] = {"max_position_embeddings": 2048}
 WINDOWS = ["qwen3-sliding", "mistral", "gemma2", "gemma3", "gpt-oss"]
 RECURRENT = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "bamba", "granite-hybrid"]
 SYSTEM = 120
+# The layers of a draft that sees all tokens of a text.
+FULL: dict[str, Any] = {"layer_types": ["full_attention"] * 2}
 
 
 def behind(beginning: torch.Tensor, ends: list[int], seed: int) -> list[Asked]:
@@ -133,7 +135,7 @@ def test_where_any_part_will_do_nothing_more_is_copied(
     target = shallow_target(family, **LONG)
     requests = behind(system_prompt(), [5, 30, 9], 5)
     answer_alone(target, requests)
-    batch = RunningBatch(target, tiny_draft(target), max_kept_bytes=2**30)
+    batch = RunningBatch(target, tiny_draft(target, **FULL), max_kept_bytes=2**30)
     ends = chunk_ends(monkeypatch)
     assert [answered(batch, one) for one in requests] == [0, SYSTEM, SYSTEM]
     assert ends == [one.ids.shape[1] for one in requests]
@@ -432,3 +434,39 @@ def test_random_arrivals_share_random_beginnings(
         drive(batch, requests, number, cancelled=0.2)
         assert batch._kept.num_bytes <= size
     assert num_kept > 3
+
+
+def noted_contexts(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Returns a list that gets the draft's keys and values of each prompt, as far as its windows reach."""
+    found: list[Any] = []
+    join = RunningBatch._join
+
+    def noted(batch: RunningBatch, row: Any, begun: Any) -> None:
+        num = begun.filling.num_columns
+        found.append(kept_prefixes._copies(begun.generator.draft_cache, 0, num))
+        join(batch, row, begun)
+
+    patch.setattr(RunningBatch, "_join", noted)
+    return found
+
+
+@pytest.mark.parametrize("window", ["of layers", "of the options", "none"])
+def test_a_draft_has_the_context_that_it_has_alone(
+    window: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shallow_target("qwen3", **LONG)
+    requests = behind(system_prompt(), [5, 30, 9], 21)
+    answer_alone(target, requests)
+    layers: dict[str, Any] = {} if window == "of layers" else FULL
+    draft = tiny_draft(target, **layers)
+    draft.generation_config.draft_window = 40 if window == "of the options" else None
+    contexts = noted_contexts(monkeypatch)
+    alone = RunningBatch(target, draft)
+    assert [answered(alone, one) for one in requests] == [0, 0, 0]
+    batch = RunningBatch(target, draft, max_kept_bytes=2**30)
+    # A draft that sees only the newest tokens of the first text cannot go on from its middle.
+    second = SYSTEM if window == "none" else 0
+    assert [answered(batch, one) for one in requests] == [0, second, SYSTEM]
+    for mine, theirs in zip(contexts[3:], contexts[:3], strict=True):
+        for index, pair in theirs.items():
+            torch.testing.assert_close(mine[index], pair)

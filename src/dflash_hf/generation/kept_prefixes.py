@@ -3,9 +3,9 @@
 The next turn of a conversation begins with the whole turn before it. Many conversations begin with the same system
 prompt. The target need not compute these tokens again: their keys and values in both caches are copied, and the
 prefill continues after them. Of a layer with a window, only the newest keys and values are kept, and of a recurrent
-layer, only the states after the last token. If a target has such layers, a prefill can continue only after the last
-token of a kept text, and not from its middle. If a prompt begins like a kept text but cannot continue from it, its
-prefill stops once after the tokens that both have in common, and these tokens are kept as a text of their own. All
+layer, only the states after the last token. If target or draft has such layers, a prefill can continue only after the
+last token of a kept text, and not from its middle. If a prompt begins like a kept text but cannot continue from it,
+its prefill stops once after the tokens that both have in common, and these tokens are kept as a text of their own. All
 images have the same tokens, so the images are compared as well.
 """
 
@@ -136,8 +136,9 @@ class KeptPrefix:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every layer of the target has the keys of every token, so that any part of the text can be used."""
-        has_all_keys = all(len(keys) == len(self.ids) for keys, _ in self.target.values())
+        """Whether every layer of both models has the keys of every token, so that any part of the text can be used."""
+        pairs = [*self.target.values(), *self.draft.values()]
+        has_all_keys = all(len(keys) == len(self.ids) for keys, _ in pairs)
         return has_all_keys and not self.states.windows
 
     def num_same(self, prompt: Tensor, images: list[PromptImage]) -> int:

@@ -67,8 +67,8 @@ class RunningBatch:
             argument, steps are always eager, because fixed buffers have places for `max_rows` rows of the same length.
         prefill_chunk_size (`int`): Maximum number of prompt tokens between two steps. An image is in one chunk.
         max_kept_bytes (`int`): Maximum size of the keys and values that are kept of the last texts. A request that
-            begins with a kept text continues from it. Targets with sliding windows or recurrent layers can use only a
-            whole kept text. If a prompt shares only a part, the batch keeps this part as a text of its own.
+            begins with a kept text continues from it. If target or draft has sliding windows or recurrent layers, only
+            a whole kept text can be used. If a prompt shares only a part, the batch keeps this part as its own text.
 
     Raises:
         ValueError: If the target, the pair or an argument is refused.
