@@ -267,10 +267,10 @@ def test_what_is_dropped_is_said_in_the_log(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     answered(batch, one)
     answered(batch, one)
-    assert "The target has changed" not in caplog.text
+    assert "draft has changed" not in caplog.text
     scale(target)
     answered(batch, one)
-    assert "The target has changed" in caplog.text
+    assert "draft has changed" in caplog.text
 
 
 # ---- a running batch
@@ -427,3 +427,24 @@ class Changes(StoppingCriteria):
             self.is_done = True
             self.change(self.target)
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("what", ["weights", "weights uncounted", "hook", "window"])
+def test_no_context_of_another_draft_is_gone_on_from(what: str) -> None:
+    target = shallow_target("qwen3")
+    (one,) = asked([40], 5, num_new=(20, 20))
+    answer_alone(target, [one])
+    draft: Any = tiny_draft(target, layer_types=["full_attention"] * 2)
+    batch = RunningBatch(target, draft, max_kept_bytes=2**30)
+    assert answered(batch, one) == (one.truth, 0)
+    assert answered(batch, one) == (one.truth, 39)
+    if what == "weights":
+        with torch.no_grad():
+            draft.fc.weight.mul_(2)
+    elif what == "weights uncounted":
+        draft.fc.weight.data *= 2
+    elif what == "hook":
+        draft.fc.register_forward_hook(lambda module, given, out: -out)
+    else:
+        draft.generation_config.draft_window = 12
+    assert answered(batch, one) == (one.truth, 0)

@@ -29,8 +29,8 @@ from dflash_hf.errors import one_line
 from dflash_hf.generation.model_state import ModelState
 from dflash_hf.generation.prefill import Prefill
 from dflash_hf.generation.prompt_images import PromptImage, PromptImages
+from dflash_hf.generation.request import Request
 from dflash_hf.generation.run import Run
-from dflash_hf.target_model.parts import Target
 
 logger: Any = logging.get_logger(__name__)
 # Computing fewer tokens is faster than copying them.
@@ -190,25 +190,25 @@ class KeptPrefixes:
         self.max_bytes = max_bytes
         # The least recently used text is the first.
         self.kept: list[KeptPrefix] = []
-        # The state of the target that has computed the texts; `None` before the first request.
+        # The state of the models that have computed the texts; `None` before the first request.
         self.state: ModelState | None = None
 
-    def look_at(self, target: Target, is_alone: bool) -> None:
-        """Drops all texts if the target has changed since it computed them.
+    def look_at(self, request: Request, is_alone: bool) -> None:
+        """Drops all texts if target or draft have changed since they computed them.
 
         Args:
-            target (`Target`): The target as it is now.
+            request (`Request`): A request, with the models as they are now.
             is_alone (`bool`): Whether no row runs. Only then are all weights read, because nobody changes weights
                 while a row runs.
         """
         if not self.max_bytes:
             return
-        if self.state is not None and self.state.is_of(target, reads_weights=is_alone):
+        if self.state is not None and self.state.is_of(request, reads_weights=is_alone):
             return
-        self.state = ModelState.of(target)
+        self.state = ModelState.of(request)
         if self.drop_all():
             logger.warning_once(
-                "The target has changed, so the keys and values of earlier texts are not used any more"
+                "The target or the draft has changed, so the keys and values of earlier texts are not used any more"
             )
 
     def keep(self, run: Run, place: int, ids: Sequence[int], images: PromptImages) -> None:

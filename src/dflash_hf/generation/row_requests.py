@@ -71,7 +71,7 @@ class Row:
     end_ids: list[int] = field(default_factory=list[int])  # known once its prefill has begun
     # Number of first tokens of the prompt to keep for other requests. The prefill stops after them. Usually 0.
     num_to_share: int = 0
-    # The state of the target when the prefill began, if texts are kept.
+    # The state of the models when the prefill began, if texts are kept.
     state: ModelState | None = None
     added: float = field(default_factory=time.perf_counter)
     stats: RequestStats = field(default_factory=RequestStats)

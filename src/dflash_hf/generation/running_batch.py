@@ -334,7 +334,7 @@ class RunningBatch:
         own = RowProcessors([row.request.processors], [row.seed is not None])
         # The models may have changed while the request waited.
         request = replace(self._as_now(row.request), processors=own)
-        self._kept.look_at(self._target, is_alone=self._run is None)
+        self._kept.look_at(request, is_alone=self._run is None)
         row.state = self._kept.state
         if self._run is None:
             self._num_places = choose_num_places(request, self.max_rows, self.max_tokens)
