@@ -155,25 +155,41 @@ class Hook(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-def _here(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns a hook that only this thread calls. Forwards of the same module in other threads are ignored.
+class _HereHook:
+    """A hook that only one thread calls. Forwards of the same module in other threads are ignored.
 
     Another thread may also call the hook without keywords, because torch registers a hook before it stores that the
-    hook needs keywords.
+    hook needs keywords. Another thread may also copy or save the module. The hook of a copied or loaded module does
+    nothing in any thread, because it would stay on that module forever.
+
+    Args:
+        function (callable): The function that the hook calls.
+        thread (`int`): The thread's identifier; 0 for no thread.
     """
-    thread = threading.get_ident()
 
-    def hook(*args: Any) -> None:
-        if threading.get_ident() == thread:
-            function(*args)
+    __slots__ = ("function", "thread")
 
-    return hook
+    def __init__(self, function: Callable[..., None], thread: int) -> None:
+        self.function = function
+        self.thread = thread
+
+    def __call__(self, *args: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _HereHook, (_do_nothing, 0)
+
+
+def _do_nothing(*args: Any) -> None:
+    """Is the function of hooks that were copied."""
 
 
 @contextmanager
 def hooked(*hooks: Hook) -> Generator[None]:
     """Registers forward hooks, in order, as long as the context is open. They are called only in this thread."""
-    functions = [_here(hook.function) for hook in hooks]
+    thread = threading.get_ident()
+    functions = [_HereHook(hook.function, thread) for hook in hooks]
 
     def remove() -> None:
         # The hooks are found by their functions, because an interrupt may have come before their ids were known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from dflash_hf.target_model.parts import find_target
 from dflash_hf.target_model.reentry import RAGGED_BLOCK, ragged_attention
+from dflash_hf.undo import Hook, hooked
 from tiny import oracle_draft, prompts, shallow_target, tiny_draft, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
@@ -46,14 +48,16 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def in_the_middle(layer: nn.Module, work: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs `work` in another thread while this one is inside `layer`, at the third forward (a verify)."""
+def in_the_middle(
+    layer: nn.Module, work: Callable[[], Any], forward: int = 3
+) -> Iterator[list[Any]]:
+    """Runs `work` in another thread while this one is inside `layer`, at the third forward (a verify) or another."""
     here, calls, results = threading.get_ident(), [0], []
 
     def hook(module: nn.Module, args: Any) -> None:
         if threading.get_ident() == here:
             calls[0] += 1
-            if calls[0] == 3:
+            if calls[0] == forward:
                 results.append(in_a_thread(work))
 
     handle = layer.register_forward_pre_hook(hook)
@@ -277,3 +281,36 @@ def test_a_config_may_be_a_property(attention: str) -> None:
     layer.self_attn.config = other
     assert layer.self_attn.config is layer.self_attn.__dict__["_settings"] is other
     assert torch.equal(target.generate(**inputs, **GREEDY), ref)
+
+
+@pytest.mark.parametrize("forward", [1, 3], ids=["prefill", "verify"])
+def test_a_copy_made_in_the_middle_is_a_model_of_its_own(forward: int) -> None:
+    target = shallow_target("qwen3")
+    inputs, ref = plain(target, 0, [6])
+    others, other = plain(target, 1, [9])
+    draft = oracle_draft(target, truth_of(inputs, ref), 2)
+
+    def work() -> PreTrainedModel:
+        return copy.deepcopy(target)
+
+    with in_the_middle(target.model.layers[1], work, forward) as results:
+        assert torch.equal(target.generate(**inputs, **GREEDY, assistant_model=draft), ref)
+    (copied,) = results
+    assert torch.equal(copied.generate(**others, **GREEDY), other)
+    own = oracle_draft(copied, truth_of(others, other), 3)
+    assert torch.equal(copied.generate(**others, **GREEDY, assistant_model=own), other)
+    assert 1.0 < own.last_stats.acceptance_length < 8.0
+
+
+def test_a_target_may_be_saved_while_it_has_hooks() -> None:
+    layer = nn.Linear(2, 2)
+    seen: list[nn.Module] = []
+    saved = io.BytesIO()
+    with hooked(Hook(layer, lambda module, args, output: seen.append(module))):
+        torch.save(layer, saved)
+        copied = copy.deepcopy(layer)
+        layer(torch.ones(2))
+        saved.seek(0)
+        for other in (copied, torch.load(saved, weights_only=False)):
+            other(torch.ones(2))
+    assert seen == [layer]
