@@ -29,7 +29,7 @@ from tiny import (
     truth_of,
 )
 
-NEW = 14
+NEW = 18
 LENGTHS = [6, 4, 9, 5]
 
 
@@ -88,7 +88,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "prompt repetition": {"encoder_repetition_penalty": 1.4},
     "ngram": {"no_repeat_ngram_size": 2},
     "prompt ngram": {"encoder_no_repeat_ngram_size": 2},
-    "min_length": {"min_length": 14},
+    "min_length": {"min_length": 16},
     "min_new_tokens": {"min_new_tokens": 8},
     "bad words": {"bad_words_ids": [[5], [7, 8], [11, 12, 13]]},
     "sequence bias": {"sequence_bias": [[[4], 2.0], [[9, 10], -3.0]]},
@@ -274,7 +274,7 @@ def test_scores_of_another_shape_are_refused(case: str, is_row_wise: bool) -> No
 
 # Processors that go by the length of the text alone.
 BY_LENGTH: dict[str, dict[str, Any]] = {
-    "min_length": {"min_length": 14},
+    "min_length": {"min_length": 16},
     "min_new_tokens": {"min_new_tokens": 8},
     "suppress": PROCESSORS["suppress"],
     "all of them": {"min_length": 13, "min_new_tokens": 8, **PROCESSORS["suppress"]},

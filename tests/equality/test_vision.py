@@ -30,7 +30,7 @@ from helpers.vision import (
 )
 from tiny import MIXED, oracle_draft, shallow_target, tiny_draft, tiny_target, truth_of
 
-NEW = 11
+NEW = 18
 ROWS: dict[str, list[list[Grid]]] = {
     "one picture": [[(4, 4)]],
     "several sizes": [[(4, 6), (2, 2), (8, 4)]],
@@ -77,14 +77,13 @@ def test_sliding_windows_under_several_rows_of_positions(rows: list[list[Grid]])
         "qwen2.5-vl", use_sliding_window=True, sliding_window=9, layer_types=MIXED
     )
     inputs = vision_prompts(target, "qwen2.5-vl", rows, 0)
-    settings = {"max_new_tokens": 18, "do_sample": False}
-    ref = target.generate(**inputs, **settings)
+    ref = target.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     wide = vision_target("qwen2.5-vl")
-    assert not torch.equal(wide.generate(**inputs, **settings), ref)
+    assert not torch.equal(wide.generate(**inputs, max_new_tokens=NEW, do_sample=False), ref)
     for block_size in (4, 16):
         draft = oracle_draft(target, truth_of(inputs, ref), 0, block_size)
         assert torch.equal(
-            target.generate(**inputs, **settings, assistant_model=draft),
+            target.generate(**inputs, max_new_tokens=NEW, do_sample=False, assistant_model=draft),
             ref,
         )
         assert draft.last_stats.acceptance_length > 1.2
