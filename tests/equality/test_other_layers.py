@@ -58,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
 }
-NEW = 12
+NEW = 18
 
 
 @cache

@@ -24,7 +24,7 @@ from tiny import oracle_draft, prompts, tiny_draft, tiny_target, truth_of
 
 pytestmark = pytest.mark.same_on_every_release
 
-NEW = 12
+NEW = 18
 
 
 @pytest.fixture(autouse=True)
