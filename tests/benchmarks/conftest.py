@@ -27,7 +27,7 @@ def fork(command: list[str], stdout: Any, stderr: Any) -> forked_python.Process:
 
 @pytest.fixture
 def forked_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the scripts' servers be forked; tests/serve/test_serve.py starts one as users do."""
+    """Has the scripts' servers be forked; test_serve_load.py starts one as the scripts do."""
     monkeypatch.setattr("harness.served.subprocess", SimpleNamespace(Popen=fork))
 
 

@@ -11,7 +11,6 @@ import serve_load
 from helpers.scripts import record_of, run_script
 
 
-@pytest.mark.usefixtures("forked_servers")
 def test_a_few_requests_at_once() -> None:
     found = run_script(serve_load.main, "--requests", "10", "--at-once", "4", "--seed", "1")
     assert found.exit_code == 0, found.output

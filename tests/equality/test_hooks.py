@@ -31,8 +31,9 @@ WHOLLY = ["qwen3-sliding", "qwen3.5"]
 SOME = ["qwen3", "gemma3", "lfm2", "bamba"]
 PLACES = ["1", "within"]
 Work = Callable[[], Tensor]
-OTHER: dict[str, Any] = prompts([3, 7], 9)
-DRAFTED = prompts([4], 4)
+# Longer than the windows of the targets.
+OTHER: dict[str, Any] = prompts([5, 12], 9)
+DRAFTED = prompts([9], 4)
 
 
 def work_of(target: PreTrainedModel, name: str) -> Work:
@@ -50,12 +51,12 @@ def work_of(target: PreTrainedModel, name: str) -> Work:
     def in_turns() -> Tensor:
         cache = DynamicCache(config=target.config)
         model(
-            OTHER["input_ids"][:, :5],
-            attention_mask=OTHER["attention_mask"][:, :5],
+            OTHER["input_ids"][:, :9],
+            attention_mask=OTHER["attention_mask"][:, :9],
             **{CACHE_NAME: cache},
         )
         return model(
-            OTHER["input_ids"][:, 5:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}
+            OTHER["input_ids"][:, 9:], attention_mask=OTHER["attention_mask"], **{CACHE_NAME: cache}
         ).logits
 
     works: dict[str, Work] = {

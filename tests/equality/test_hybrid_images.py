@@ -21,7 +21,7 @@ from helpers.vision import (
 )
 from tiny import oracle_draft, tiny_draft, tiny_target, truth_of
 
-NEW = 14
+NEW = 18
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 ROWS: dict[str, list[list[Grid]]] = {
     "several sizes": [[(4, 6), (2, 2), (8, 4)]],

@@ -25,22 +25,22 @@ CASES = {
         "qwen3-sliding",
         lengths=(3, 6),
         cache="dynamic",
-        turns=(Turn(new=2), Turn(typed=2, new=4)),
+        turns=(Turn(new=2), Turn(typed=2, new=7)),
     ),
     "recurrent": Case(
         "qwen3.5",
         lengths=(3, 6),
         cache="dynamic",
-        turns=(Turn(new=2, engine="static"), Turn(typed=2, new=4, engine="static")),
+        turns=(Turn(new=2, engine="static"), Turn(typed=2, new=7, engine="static")),
     ),
     "hooks of the user's": Case(
-        "qwen3", lengths=(3,), context="hooks", turns=(Turn(new=4, criterion="token"),)
+        "qwen3", lengths=(3,), context="hooks", turns=(Turn(new=7, criterion="token"),)
     ),
     "tape": Case(
         "qwen3",
         lengths=(3, 6),
         cache="static",
-        turns=(Turn(new=2, engine="tape"), Turn(typed=2, new=4, engine="tape", width="auto")),
+        turns=(Turn(new=2, engine="tape"), Turn(typed=2, new=7, engine="tape", width="auto")),
     ),
 }
 

@@ -316,7 +316,7 @@ def test_widths_that_other_graphs_do_not_have(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(TapeStep, "measure", measure)
     target = shallow_target("qwen3", **LONG)
-    requests = asked(lengths_of(9, 8, 60), 8, num_new=(10, 24), kinds=(GREEDY, SAMPLED, HOT))
+    requests = asked(lengths_of(20, 8, 60), 8, num_new=(30, 60), kinds=(GREEDY, SAMPLED, HOT))
     draft = place_oracle(target)
     draft.generation_config.proposal = "argmax"
     answer_alone(target, requests, eager_draft(target))

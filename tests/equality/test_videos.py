@@ -13,7 +13,7 @@ from dflash_hf.block.cache_name import CACHE_NAME
 from helpers.vision import END, IMAGE, PATCH, START, VIDEO, WORDS, shallow_vision_target
 from tiny import oracle_draft, tiny_draft, truth_of
 
-NEW = 14
+NEW = 18
 # Patches in height and width of a picture; in time, height and width of a video
 Size = tuple[int, ...]
 ROWS: dict[str, list[list[Size]]] = {

@@ -72,8 +72,13 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
             logits, counts(1)[0], counts(BATCH, WIDTH), None, 0.6, 0
         ),
         "top_tokens": lambda: ops.top_tokens(logits[:, 1:, None], 15),
-        "build_tree": lambda: ops.build_tree(best, order, tree, block_of[0], None, *text),
-        "follow_tree": lambda: ops.follow_tree(*tree[:2], tree[3][..., None], *block_of),
+        # These two write into their arguments, which others read.
+        "build_tree": lambda: ops.build_tree(
+            best, order, tree.clone(), block_of[0].clone(), None, *text
+        ),
+        "follow_tree": lambda: ops.follow_tree(
+            *tree[:2], tree[3][..., None], *[part.clone() for part in block_of]
+        ),
         "keep_path": lambda: ops.keep_path(block_of[3], lengths, [*keys, *values]),
         "accept_and_prepare": lambda: ops.accept_and_prepare(*accept),
     }

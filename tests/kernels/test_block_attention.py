@@ -122,7 +122,7 @@ CASES: dict[str, Case] = {
     "tree of a word and a node": {
         "width": 65,
         "tree": True,
-        "heads": 1,
+        "heads": 2,
         "groups": 1,
         "ring": 131,
         "lengths": [66, 3],

@@ -58,6 +58,8 @@ def test_answers_are_plain_and_figures_are_those_of_the_run() -> None:
                 stats.num_committed[0], stats.num_accepted[0], strict=True
             )
         )
+        is_cut = len(expected.ids) == LONGEST
+        assert is_cut == (question == QUESTIONS[0])
         assert sum(bool(run.bonus) for run in answer.runs) in (bonus, bonus - 1), (
             "only an end has no text"
         )

@@ -45,6 +45,7 @@ TOY = Path(__file__).resolve().parents[2] / "demos" / "toy"
 FEW: tuple[slice, int] = (slice(3), 32)
 LONGER: tuple[slice, int] = (slice(3), 48)
 MANY: tuple[slice, int] = (slice(None, None, 2), 80)
+ALL: tuple[slice, int] = (slice(None), 80)
 
 
 @cache
@@ -285,10 +286,10 @@ DAMAGE: dict[str, tuple[Callable[[DFlashDraftModel], DFlashDraftModel], str, str
 }
 
 
-# What costs a tenth of the tokens shows on these answers: the gains are 4.2, 3.3 and 4.2 standard errors.
+# What costs a tenth of the tokens shows on these answers: by more than four standard errors.
 SUBTLE = {
     "taps one too low": (slice(1, None, 2), 48),
-    "taps one too high": MANY,
+    "taps one too high": ALL,
     "causal blocks": LONGER,
 }
 

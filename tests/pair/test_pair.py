@@ -83,7 +83,7 @@ def test_acceptance_with_a_kept_cache_is_that_without(rows: int) -> None:
 
 
 def chosen() -> list[dict[str, Any]]:
-    """One of each kind; others of each: tests/bench/test_thresholds.py."""
+    """One of each kind, answered alone. tests/bench/test_thresholds.py has others of each, in batches."""
     return prompts(5)[4::5]
 
 

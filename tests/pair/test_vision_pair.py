@@ -98,10 +98,11 @@ def test_the_pair_is_small_and_float32() -> None:
 
 
 def batches(places: Sequence[int]) -> list[list[Row]]:
-    """Prompts of each kind: the first is compared alone, others together accept what they accept alone."""
-    rows = prompts(PER_KIND)
-    compared = rows[::PER_KIND]
-    others = [row for at, row in enumerate(rows) if at % PER_KIND in places[1:]]
+    """Prompts of each kind: one, or two if all are asked for, are compared alone. The others are answered together."""
+    num_alone = CHOSEN if len(places) == PER_KIND else 1
+    rows = list(enumerate(prompts(PER_KIND)))
+    compared = [row for at, row in rows if at % PER_KIND in places[:num_alone]]
+    others = [row for at, row in rows if at % PER_KIND in places[num_alone:]]
     together = [others[first : first + 18] for first in range(0, len(others), 18)]
     return [*([row] for row in compared), *together]
 

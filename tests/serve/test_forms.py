@@ -309,7 +309,7 @@ def test_forced_arguments_are_an_object(server: InProcess, parameters: Any) -> N
 
     def answer(seed: int) -> Found:
         choice = {"function": {"name": "f"}}
-        return asked(server, max_tokens=80, tools=[tool], tool_choice=choice, seed=seed)
+        return asked(server, max_tokens=200, tools=[tool], tool_choice=choice, seed=seed)
 
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(answer, range(4)))
