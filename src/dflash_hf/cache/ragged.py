@@ -87,6 +87,11 @@ class RaggedLayer(CacheLayerMixin):
         self._set_buffers(keys, values)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values of all rows."""
+        return self.key_buffer.nbytes + self.value_buffer.nbytes
+
+    @property
     def has_room_for_row(self) -> bool:
         """Whether there is memory for one more row."""
         allocated_keys, _ = self._allocated
@@ -367,7 +372,7 @@ class RaggedCache(Cache):
         """
         block = source.longest_block
         shapes = [layer.shape for layer in source.attention.values()]
-        # The states need memory too, so less memory is free for the keys and values.
+        # The states need memory too.
         freed = defaultdict[torch.device, int](int)
         for group in source.groups:
             freed[group.plan.device] -= group.num_bytes(batch)
@@ -383,8 +388,7 @@ class RaggedCache(Cache):
             if index in states:
                 cache.layers.append(states[index])
                 continue
-            shape = source.attention[index].shape
-            layer = RaggedLayer(shape, batch, max_length, block)
+            layer = RaggedLayer(source.attention[index].shape, batch, max_length, block)
             cache.attention[index] = layer
             cache.layers.append(layer)
         return cache
@@ -394,13 +398,11 @@ class RaggedCache(Cache):
     ) -> bool:
         """Returns True if a new cache for these layers would have the same buffers, apart from their length."""
         own_shapes = {index: layer.shape for index, layer in self.attention.items()}
-        has_other_layers = own_shapes != shapes or len(self.groups) != len(plans)
-        if has_other_layers:
+        if own_shapes != shapes or len(self.groups) != len(plans):
             return False
         layers = self.attention.values()
         # The number of rows is not part of a layer's shape.
-        has_other_rows = any(layer.key_buffer.shape[0] != batch for layer in layers)
-        if has_other_rows:
+        if any(layer.key_buffer.shape[0] != batch for layer in layers):
             return False
         pairs = zip(self.groups, plans, strict=True)
         return all(group.is_for(plan, members) for group, (plan, members) in pairs)
@@ -419,8 +421,7 @@ class RaggedCache(Cache):
     def advance(self, block: RaggedBlock) -> None:
         """Advances recurrent states to the beginning of a block, by the tokens that each row has kept of the last."""
         for group in self.groups:
-            lengths = block.on(group.plan.device).lengths
-            group.replay(lengths)
+            group.replay(block.on(group.plan.device).lengths)
 
     def hooks(self) -> list[Hook]:
         """Returns the hooks that record blocks in the recurrent layers. A cache with attention only has no hooks."""
@@ -437,23 +438,18 @@ class RaggedCache(Cache):
         """
         block = self.longest_block
         # A ring that holds its window and a block is long enough for any row.
-        too_short: list[RaggedLayer] = []
-        for layer in self.attention.values():
-            needed = layer.shape.ring(max_length, block)
-            if layer.ring < needed:
-                too_short.append(layer)
+        layers = self.attention.values()
+        too_short = [one for one in layers if one.ring < one.shape.ring(max_length, block)]
         if too_short:
             freed = defaultdict[torch.device, int](int)
             for layer in too_short:
-                num_bytes = layer.key_buffer.nbytes + layer.value_buffer.nbytes
-                freed[layer.shape.device] += num_bytes
+                freed[layer.shape.device] += layer.num_bytes
             batch = len(too_short[0].key_buffer)
             shapes = [layer.shape for layer in too_short]
             # All layers are checked before the first one grows, because layers of two lengths would be of no use.
             check_memory(shapes, batch, max_length, block, freed)
         for layer in too_short:
-            ring = layer.shape.ring(max_length, block)
-            layer.grow(ring)
+            layer.grow(layer.shape.ring(max_length, block))
         self.max_length = max_length
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -468,12 +464,17 @@ class RaggedCache(Cache):
 
         The bytes of the new buffers are subtracted from `freed`, so that other buffers are checked beside them.
         """
-        shapes = [layer.shape for layer in self.attention.values() if not layer.has_room_for_row]
-        if not shapes:
+        full = [layer for layer in self.attention.values() if not layer.has_room_for_row]
+        shapes = [layer.shape for layer in full]
+        if not full:
             return
         sizes = (max_rows, self.max_length, self.longest_block)
-        # The states need memory too, at any length of the rows, so less memory is free for the keys and values.
+        # Buffers are replaced one after the other, and the memory of the old ones becomes free. The states need memory
+        # too, at any length of the rows.
+        for layer in full:
+            freed[layer.shape.device] += layer.num_bytes
         for group in self.groups:
+            freed[group.plan.device] += group.num_bytes(group.plan.batch)
             freed[group.plan.device] -= group.num_bytes(max_rows)
         check_memory(shapes, *sizes, freed)
         for shape in shapes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -275,10 +275,6 @@ class RunningBatch:
         """Calls `work`, in which forwards run. Callbacks of requests are called outside of it."""
         calls_user_code = any(row.calls_user_code for row in self._rows())
         runs_user_code = calls_user_code or not self._target.is_unmodified
-        whole_run: AbstractContextManager[None] = nullcontext()
-        # User code between two forwards may call the target, and must find it unchanged.
-        if not calls_user_code:
-            whole_run = fast_whole_run(self._target)
         with (
             calling(),
             device_errors_explained(),
@@ -286,7 +282,8 @@ class RunningBatch:
             eagerly(self._target.parts, self._draft_parts),
             # Gradients are off before fast layers are chosen, because fast layers have no gradients.
             no_gradients(self._target, runs_user_code),
-            whole_run,
+            # User code between two forwards may call the target, and must find it unchanged.
+            nullcontext() if calls_user_code else fast_whole_run(self._target),
         ):
             work()
 
@@ -324,9 +321,10 @@ class RunningBatch:
             return False
         if self.max_tokens is None or not self._running:
             return True
-        # In the buffers, every row is as long as the longest row.
-        lengths = [row.length for row in (*self._running.values(), self._waiting[0])]
-        return len(lengths) * max(lengths) <= self.max_tokens
+        # In the buffers, every row is as long as the longest row, and they stay so long if that row leaves.
+        assert self._run is not None
+        longest = max(self._run.room, self._waiting[0].length)
+        return (len(self._running) + 1) * longest <= self.max_tokens
 
     def _begin(self, row: Row) -> None:
         """Begins a prefill. If there is no memory, or if the request is refused only now, the request ends."""
@@ -421,7 +419,7 @@ class RunningBatch:
             return place
         assert self._run is not None
         settings = [each.settings for each in (*self._running.values(), row)]
-        join(self._run, run, settings, self.max_rows, self.max_tokens)
+        self._with_room(partial(join, self._run, run, settings, self.max_rows, self.max_tokens))
         return len(self._running)
 
     def _choose_buffers(self, row: Row, run: Run) -> None:
@@ -442,13 +440,14 @@ class RunningBatch:
             logger.warning_once(EAGER.format(reason=one_line(error)))
 
     def _with_room(self, make: Callable[[], T]) -> T:
-        """Returns the result of `make`. If it has no room, frees places that no row uses, and tries again."""
+        """Returns the result of `make`. If it has no room, frees what no row needs, and tries again."""
         try:
             return make()
         except OutOfRoomError:
-            if self._run is not None or self._places is None:
+            if self._run is None and self._places is not None:
+                self._places = None
+            elif not self._kept.drop_all():
                 raise
-        self._places = None
         return make()
 
     # ---- rows that run
