@@ -514,9 +514,29 @@ def test_new_images_behind_a_cache_refuse_several_sequences() -> None:
     cache.batch_repeat_interleave(2)
     num_columns = cache.get_seq_length()
     settings |= {"do_sample": True, "num_return_sequences": 2}
-    with pytest.raises(ValueError, match="no num_return_sequences beside new images"):
+    with pytest.raises(
+        ValueError, match="no num_return_sequences beside both cached and new images"
+    ):
         target.generate(**both, **settings)
     assert cache.get_seq_length() == num_columns
+
+
+def test_first_images_behind_a_cache_take_several_sequences() -> None:
+    target = shallow_vision_target("qwen3-vl")
+    settings = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": [IMAGE, VIDEO]}
+    none: list[list[Grid]] = [[], []]
+    first = vision_prompts(target, "qwen3-vl", none, 0)
+    more = vision_prompts(target, "qwen3-vl", [[(4, 4)], [(4, 4)]], 1)
+    answer = target.generate(**first, **settings)
+    both = conversation(first, answer, more, [[0, 0], [1, 1]])
+    # The likeliest token is drawn.
+    drawn = {**settings, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    ref = target.generate(**both, **drawn)
+    cache = DynamicCache(config=target.config.get_text_config())
+    draft = {"assistant_model": tiny_draft(target), CACHE_NAME: cache}
+    target.generate(**first, **settings, **draft)
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(target.generate(**both, **drawn, **draft), ref)
 
 
 def test_images_that_are_encoded_already_give_the_plain_text() -> None:

@@ -100,10 +100,12 @@ def _check_images_of_conversation(ids: Tensor, past: int, settings: Settings) ->
     require(
         len(grids) == len(is_new), what, len(grids), "pixel_values may be those of the new images"
     )
-    # Transformers repeats images by the image tokens of whole rows, so that rows would get images of other rows.
+    # Transformers repeats images by the image tokens of whole rows. If only some of the images are new, rows would get
+    # images of other rows.
     num_sequences = settings["num_return_sequences"] or 1
-    is_repeated = num_sequences > 1 and bool(is_new.any())
-    what = f"no num_return_sequences beside new images and {CACHE_NAME}"
+    are_some_new = bool(is_new.any()) and not bool(is_new.all())
+    is_repeated = num_sequences > 1 and are_some_new
+    what = f"no num_return_sequences beside both cached and new images in {CACHE_NAME}"
     do = f"repeat the rows before the processor's call, or leave out {CACHE_NAME}"
     require(not is_repeated, what, num_sequences, do)
     if is_given(arguments, "pixel_values"):
