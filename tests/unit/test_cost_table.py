@@ -14,6 +14,7 @@ import pytest
 
 from dflash_hf.generation import cost_table
 from dflash_hf.generation.cost_table import (
+    VERSION,
     CostTable,
     about_pair,
     interpolated,
@@ -26,7 +27,7 @@ from dflash_hf.target_model.parts import find_target
 from helpers.widths import known_costs, use_tables_in
 from tiny import DFLASH2, tiny_draft, tiny_target
 
-ABOUT = {"version": 1, "device": "this one"}
+ABOUT = {"version": VERSION, "device": "this one"}
 TABLE = CostTable(
     {1: {1: 1.0, 2: 1.5, 8: 3.0}, 8: {1: 2.0, 2: 4.0, 8: 16.0}},
     {1: 2.5, 8: 12.0},
@@ -74,7 +75,7 @@ def test_a_written_table_is_read_again() -> None:
     assert read_table(ABOUT) is None
     assert write_table(TABLE, ABOUT) == table_path(ABOUT)
     assert read_table(ABOUT) == TABLE
-    assert read_table({**ABOUT, "version": 2}) is None
+    assert read_table({**ABOUT, "version": VERSION + 1}) is None
 
 
 def test_a_later_table_takes_the_place_of_an_earlier_one(cache_folder: Path) -> None:
@@ -160,7 +161,7 @@ def test_other_circumstances_are_told_once(
     monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     # A file of another pair, and one that is damaged, are no reason for a word.
-    write_table(TABLE, {**ABOUT, "threads": 2, "version": 2})
+    write_table(TABLE, {**ABOUT, "threads": 2, "version": VERSION + 1})
     damaged = write_table(TABLE, {**ABOUT, "threads": 4})
     damaged.write_bytes(b"[1, 2]")
     assert read_table({**ABOUT, "threads": 1}) is None

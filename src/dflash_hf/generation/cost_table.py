@@ -37,13 +37,15 @@ logger: Any = logging.get_logger(__name__)
 # The folder of all tables, in the cache folder of Hugging Face (`HF_HOME`).
 TABLES = Path(constants.HF_HOME) / "dflash_hf" / "step_costs"
 # The version of the file's format. A change of the meaning of its numbers needs a higher version.
-VERSION = 1
+VERSION = 2
 # A table has a few kB. A file with more bytes than this was not written by this module.
 MAX_BYTES = 1_000_000
 # The largest number of rows and of tokens of a step.
 MAX_COUNT = 2**16
 # The properties that can change between the measurement of a pair's costs and a later run of the same pair.
-CIRCUMSTANCES = frozenset(("threads", "device", "torch", "transformers", "attention", "autocast"))
+CIRCUMSTANCES = frozenset(
+    ("threads", "device", "torch", "transformers", "attention", "autocast", "draft_dtype")
+)
 
 
 @dataclass(frozen=True, slots=True)
