@@ -404,3 +404,7 @@ def test_an_image_may_begin_or_end_a_turn(processor: Any) -> None:
     ]
     example = Example.from_messages(processor, chat, pictures())
     assert answers_of(processor, example) == ["it is b<|im_end|>"] * 2
+    # The newline between two images is found nowhere else.
+    chat[2]["content"] = [IMAGE, text("\n"), IMAGE, text("q")]
+    example = Example.from_messages(processor, chat, pictures())
+    assert answers_of(processor, example) == ["it is b<|im_end|>"] * 2

@@ -412,12 +412,15 @@ def _laid(
     starts = [0, *(at + 1 for at in places)]
     ends = [*places, len(tokens)]
     for start, end in zip(reversed(starts), reversed(ends), strict=True):
+        # Gemma's processor writes newlines around an image, and its tokenizer merges them with those of the text. It
+        # merges nothing across a special token.
+        kept = [at for at in range(start, end) if mask[at] or tokens[at] in special]
+        if not kept:
+            continue
         at = _last_place(tokens[start:end], ids[:stop])
         if at < 0:
-            # Gemma's processor writes newlines around an image, and its tokenizer merges them with those of the text.
-            # It merges nothing across a special token.
-            kept = [at for at in range(start, end) if mask[at] or tokens[at] in special]
-            start, end = (kept[0], kept[-1] + 1) if kept else (end, end)
+            start = kept[0]
+            end = kept[-1] + 1
             at = _last_place(tokens[start:end], ids[:stop])
         if at < 0:
             raise ValueError(
