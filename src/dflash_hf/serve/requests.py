@@ -165,8 +165,7 @@ def read_request(data: bytes, is_chat: bool, pair: Pair) -> Asked:
         check_text(body.get("prompt"), "prompt", "prompt")
         _check_length(body["prompt"], body, is_chat, pair)
         inputs = dict(pair.tokenizer(body["prompt"], return_tensors="pt"))
-    is_text = pair.processor is pair.tokenizer or {*inputs} <= {*TEXT_INPUTS, *TOKEN_TYPES}
-    if is_text:
+    if pair.processor is pair.tokenizer or _is_text(inputs):
         # Many processors and some tokenizers make token types of a text. A running batch refuses them, and a target of
         # text would add them to the tokens.
         inputs = {name: value for name, value in inputs.items() if name in TEXT_INPUTS}
@@ -341,6 +340,12 @@ def _template_options(body: dict[str, Any], pair: Pair) -> dict[str, Any]:
         what = "tools in one place"
         need(not body.get("tools"), param, what, f"tools beside {param}", "leave one out")
     return {**pair.encoding, **options}
+
+
+def _is_text(inputs: dict[str, Any]) -> bool:
+    """Returns True if a processor has made inputs of a text alone, so that all token types are 0."""
+    is_known = {*inputs} <= {*TEXT_INPUTS, *TOKEN_TYPES}
+    return is_known and not any(bool(inputs[name].any()) for name in TOKEN_TYPES if name in inputs)
 
 
 def _encoded_chat(
