@@ -276,3 +276,9 @@ def test_damaged_tags_and_huge_images_are_not_the_templates_fault(
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ValueError, match=f"{sentence}.*decompression bomb"):
         encode_prompt(processor, prompt, torch.device("cpu"))
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        processor, "chat_template", "{{ messages[0]['role'] + messages[0]['content'] }}"
+    )
+    with pytest.raises(ValueError, match="expected a conversation that the chat template takes"):
+        encode_prompt(processor, prompt, torch.device("cpu"))

@@ -198,7 +198,8 @@ def encode_prompts(
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(error)}"
-            if names and is_of_image(error):
+            is_rendered = all(rendered(processor, messages) for messages in conversations)
+            if names and is_rendered and is_of_image(error):
                 raise ValueError(
                     f"expected images that can be read, got {', '.join(names)}, of which one cannot ({reason}); "
                     "leave it out or save it anew"
