@@ -189,7 +189,7 @@ def check_entrances(wrapped: Any, target: PreTrainedModel) -> None:
     draft = oracle_draft(target, truth_of(inputs, ref), 1)
     assert text_of_steps(wrapped, draft, inputs) == ref[0].tolist()
     assert 1.0 < draft.last_stats.acceptance_length < 8.0
-    (answer,) = generate_batch(wrapped, tiny_draft(target), inputs["input_ids"], max_new_tokens=20)
+    (answer,) = generate_batch(wrapped, tiny_draft(target), inputs["input_ids"], **GREEDY)
     assert answer.token_ids == ref[0, 9:].tolist()
 
 

@@ -320,7 +320,7 @@ class Hub:
     def repo_info(self, repo: str) -> SimpleNamespace:
         return SimpleNamespace(private=bool(repo))
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
+    def upload_folder(self, *, repo_id: str, folder_path: Path, **kwargs: Any) -> None:
         files = {
             str(file.relative_to(folder_path)): file.read_bytes()
             for file in folder_path.rglob("*.*")
