@@ -16,7 +16,7 @@ from dflash_hf.generation import decode
 from helpers.running import answer_alone, asked
 from tiny import VOCAB, prompts, shallow_target, tiny_draft
 
-GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
 
 
 class Uphill(LogitsProcessor):

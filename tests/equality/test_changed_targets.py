@@ -23,7 +23,7 @@ from tiny import prompts, shallow_target, tiny_draft, truth_of
 pytestmark = pytest.mark.same_on_every_release
 
 Change = Callable[[Any], None]
-GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+GREEDY: dict[str, Any] = {"max_new_tokens": 18, "do_sample": False}
 
 
 class Flipped(nn.Module):

@@ -20,7 +20,7 @@ from dflash_hf import RunningBatch, SpeculativeStats
 from helpers.half import half
 from tiny import oracle_draft, prompts, shallow_target, truth_of
 
-NEW = 16
+NEW = 20
 EOS = [3, 9, 17, 30, 44, 58]
 
 
