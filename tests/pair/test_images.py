@@ -282,3 +282,9 @@ def test_damaged_tags_and_huge_images_are_not_the_templates_fault(
     )
     with pytest.raises(ValueError, match="expected a conversation that the chat template takes"):
         encode_prompt(processor, prompt, torch.device("cpu"))
+    # A template may raise other errors too, also without images.
+    for template in ("{{ '{}'.format() }}", "{{ 1 // 0 }}"):
+        monkeypatch.setattr(processor, "chat_template", template)
+        for asked in (prompt, [{"role": "user", "content": "Hello"}]):
+            with pytest.raises(ValueError, match=r"chat template takes, got (Index|ZeroDiv)"):
+                encode_prompt(processor, asked, torch.device("cpu"))

@@ -110,7 +110,15 @@ def rendered(processor: Processor, messages: Sequence[Mapping[str, Any]]) -> str
     either = cast(Any, processor)
     try:
         return str(either.apply_chat_template(messages, tokenize=False))
-    except (TypeError, ValueError, AttributeError, TemplateError):
+    # Expressions of a template raise the errors of Python's operators too.
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+        TemplateError,
+    ):
         return ""
 
 
@@ -198,8 +206,9 @@ def encode_prompts(
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {one_line(error)}"
-            is_rendered = all(rendered(processor, messages) for messages in conversations)
-            if names and is_rendered and is_of_image(error):
+            may_be_image = bool(names) and is_of_image(error)
+            # A template that is at fault itself also fails without reading images.
+            if may_be_image and all(rendered(processor, messages) for messages in conversations):
                 raise ValueError(
                     f"expected images that can be read, got {', '.join(names)}, of which one cannot ({reason}); "
                     "leave it out or save it anew"
