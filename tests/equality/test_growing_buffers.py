@@ -250,6 +250,22 @@ def test_max_tokens_limits_the_rows_that_are_allocated() -> None:
     assert rest_of(batch, new) == {0: requests[0].truth, 1: requests[1].truth}
 
 
+def test_rows_count_for_max_tokens_as_long_as_they_may_become(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill, "FIRST_ROOM", 2)
+    target = shallow_target("qwen3")
+    requests = in_full(target, [30, 5])
+    # Two rows of 50 tokens have no room, though the buffers begin shorter.
+    batch = RunningBatch(target, tiny_draft(target), max_tokens=90)
+    new = begun(batch, requests[0])
+    assert batch._run is not None
+    assert 2 * batch._run.room <= 90
+    new += begun(batch, requests[1])
+    assert len(batch._running) == 1
+    assert rest_of(batch, new) == dict(enumerate(one.truth for one in requests))
+
+
 def test_buffers_that_stay_long_count_for_max_tokens() -> None:
     target = shallow_target("qwen3")
     requests = in_full(target, [80, 5, 5, 5, 5])

@@ -323,8 +323,8 @@ class RunningBatch:
             return True
         # In the buffers, every row is as long as the longest row, and they stay so long if that row leaves.
         assert self._run is not None
-        longest = max(self._run.room, self._waiting[0].length)
-        return (len(self._running) + 1) * longest <= self.max_tokens
+        lengths = [row.length for row in (*self._running.values(), self._waiting[0])]
+        return len(lengths) * max(*lengths, self._run.room) <= self.max_tokens
 
     def _begin(self, row: Row) -> None:
         """Begins a prefill. If there is no memory, or if the request is refused only now, the request ends."""
