@@ -182,7 +182,7 @@ class _HereHook:
 
 
 def _do_nothing(*args: Any) -> None:
-    """Is the function of hooks that were copied."""
+    """Does nothing. Hooks that were copied or loaded call this function."""
 
 
 @contextmanager
